@@ -1,0 +1,74 @@
+# `make` lists what can be made. Everything runs in .venv, which is created on first use with python3 and pip.
+#
+#   make test PYTHON=python3.12           another interpreter
+#   make test TORCH="torch==2.12.0"       another torch than constraints.txt pins
+#   make test ARGS="-k readme"            more arguments for pytest (or for the demo or the benchmark)
+
+PYTHON ?= python3
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+ARGS =
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamp carries the request in its name, so asking for another torch or python updates .venv.
+STAMP := $(VENV)/.ready-$(shell printf '%s' "$(PYTHON) $(TORCH)" | cksum | tr ' ' '-')
+# Which interpreter this is: the same line for a python and for a virtual environment made from it.
+IDENTITY := import sys; print(sys.base_prefix, sys.version)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint types bench clean
+
+help:
+	@echo "make demo    check exactness, then time dense and dilated attention on this machine"
+	@echo "make test    lint, types and tests"
+	@echo "make lint    ruff only"
+	@echo "make types   mypy only"
+	@echo "make bench   measure and write the benchmark record"
+	@echo "make clean   remove .venv and caches"
+	@echo
+	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (both can be overridden, see Makefile)"
+
+demo: $(STAMP)
+	@$(BIN)/python -m dilated_attention_pytorch.bench.demo $(ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/python -m dilated_attention_pytorch.bench $(ARGS)
+
+test: lint types
+	@echo "tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@echo "lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "types"
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One call for torch and all the rest: pip either finds versions that suit both TORCH and pyproject.toml or stops
+# before it installs anything.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "make: PYTHON=$(PYTHON) must be a Python of version 3.10 or later" >&2; exit 1; }
+	@rm -f $(VENV)/.ready-*
+	@if [ "$$($(BIN)/python -c 'import pip; $(IDENTITY)' 2>/dev/null)" != "$$($(PYTHON) -c '$(IDENTITY)')" ]; then \
+	  echo "creating $(VENV) with $(PYTHON)"; \
+	  $(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) >/dev/null 2>&1 \
+	       && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; } \
+	  || { echo "make: $(PYTHON) -m venv failed; it needs the venv module (Debian and Ubuntu: the package" \
+	            "python3-venv) or pip 22.3 or later" >&2; exit 1; }; \
+	fi
+	@echo "installing $(TORCH), the development tools and this package"
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install \
+	  -c $(VENV)/constraints.txt "$(TORCH)" -e '.[dev]'
+	@touch $@

@@ -1,0 +1,106 @@
+"""Attention probabilities of chosen query rows, without the full matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .functional import check_inputs
+from .ops import document_bounds
+from .plan.heads import branch_heads
+from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    rows: Sequence[int] | Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    tail: Tail = "exact",
+) -> Tensor:
+    """The probabilities with which the query positions `rows` attend to every key: (b, h, len(rows), n).
+
+    q is (b, n, h, d) and k (b, n, h_kv, d); the options are those of `dilated_attention`, so that
+    `attention_rows(...) @ v` equals its rows. A key that several branches reach holds the sum of its shares.
+    Rows that no branch selects are zero; with tail="phantom" rows may sum to less than 1. The result is in
+    float32 (float64 for float64), differentiable, and the only large tensor: choose few rows of a long sequence.
+    """
+    spec = DilatedSpec(
+        segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
+        dilation_rates,  # type: ignore[arg-type]
+        is_causal,
+        scale,
+        head_mixing=head_mixing,
+        head_offsets=head_offsets,
+        tail=tail,
+    )
+    check_inputs(q, k, k, key_mask, cu_seqlens)
+    n, h, d = q.shape[1:]
+    index = _row_index(rows, n, q.device)
+    counts, phantoms = _counts(spec, index, n, h, k.shape[2], cu_seqlens)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = h // k.shape[2]
+    scores = torch.einsum("bihd,bjhd->bhij", q[:, index].to(dtype), k.to(dtype).repeat_interleave(group, 2))
+    scores = scores * (1.0 / math.sqrt(d) if spec.scale is None else spec.scale)
+    visible = counts > 0
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None, :]
+    scores = torch.where(visible, scores + counts.clamp_min(1).to(dtype).log(), -math.inf)
+    phantom_score = torch.where(phantoms > 0, phantoms.clamp_min(1).to(dtype).log(), -math.inf)
+    phantom_score = phantom_score.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    empty = ~visible.any(-1, keepdim=True)
+    # Softmax of a row without keys is NaN, in its gradient too; such rows are computed on zeros and cleared.
+    logits = torch.cat((scores, phantom_score), -1).masked_fill(empty, 0.0)
+    return torch.softmax(logits, -1)[..., :n].masked_fill(empty, 0.0)
+
+
+def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
+    index = torch.as_tensor(rows, device=device)
+    if index.dtype.is_floating_point or index.dtype == torch.bool or index.dim() != 1 or not index.numel():
+        raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= n:
+        raise ValueError(f"rows must lie between 0 and n - 1 = {n - 1}, got {low if low < 0 else high}")
+    return index.long()
+
+
+def _counts(
+    spec: DilatedSpec, rows: Tensor, n: int, h: int, h_kv: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How many branches connect each (head, row, key), and how many phantom keys each (head, row) sees."""
+    keys = torch.arange(n, device=rows.device)
+    bounds = torch.tensor(
+        (0, n) if cu_seqlens is None else document_bounds(cu_seqlens, n), device=rows.device
+    )
+    document = torch.searchsorted(bounds, keys, right=True) - 1
+    local, length = keys - bounds[document], bounds[document + 1] - bounds[document]
+    counts = torch.zeros(h, rows.numel(), n, dtype=torch.int32, device=rows.device)
+    phantoms = torch.zeros(h, rows.numel(), dtype=torch.int64, device=rows.device)
+    for branch, (window, rate) in enumerate(spec.branches):
+        heads = branch_heads(spec, branch, h, h_kv)
+        if not heads:
+            continue
+        served = slice(heads[0].head, heads[-1].head + 1)
+        offsets = torch.tensor([head.row for head in heads], device=rows.device)[:, None]
+        clamped = length.clamp_max(window)
+        segment = local // clamped
+        selected = (local % clamped) % rate == offsets  # (heads, n)
+        together = (document[rows, None] == document) & (segment[rows, None] == segment)
+        if spec.is_causal:
+            together = together & (keys <= rows[:, None])
+        counts[served] += selected[:, rows, None] & together & selected[:, None, :]
+        if spec.tail == "phantom" and not spec.is_causal:
+            real = (torch.minimum(clamped, length - segment * clamped) - offsets + rate - 1) // rate
+            phantoms[served] += torch.where(selected, (clamped + rate - 1) // rate - real, 0)[:, rows]
+    return counts, phantoms

@@ -1,0 +1,1 @@
+"""Measurements of this library: `python -m dilated_attention_pytorch.bench --help`."""

@@ -1,0 +1,152 @@
+"""The command line of the bench room."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from .cases import DEFAULT_SUITES, SUITES, Case, LongCase, describe
+from .gate import WrongAnswerError
+from .machine import machine_facts, project_facts
+from .record import Figure, Record, Result, from_json, replace_between_markers, to_json, to_markdown
+from .run import run_case
+
+DESCRIPTION = """\
+Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
+against the bytes of its results, and how both grow up to a million positions.
+
+Every case is first checked against the definition; a wrong answer is never measured. Targets are shown next
+to the figures as met or not met. The table goes to standard output, progress to standard error.
+"""
+EPILOG = """\
+exit status: 0 measured, whether or not targets are met; 1 a wrong answer; 2 a usage error.
+
+examples:
+  python -m dilated_attention_pytorch.bench quick
+  python -m dilated_attention_pytorch.bench speed --repeats 15 --out speed.json
+  python -m dilated_attention_pytorch.bench --render speed.json --update README.md
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.suites if name not in SUITES]
+    if unknown:
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    if options.repeats is not None and options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    if options.list:
+        _print_suites()
+        return 0
+    try:
+        _check_places(options)
+        record = from_json(options.render.read_text()) if options.render else _measure(options)
+        _publish(record, options)
+    except WrongAnswerError as error:
+        print(f"wrong answer: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dilated_attention_pytorch.bench",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = ", ".join(DEFAULT_SUITES)
+    parser.add_argument("suites", nargs="*", metavar="suite", help=f"what to measure (default: {default})")
+    parser.add_argument("--list", action="store_true", help="list suites and cases, measure nothing")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="timed rounds, instead of each case's own number"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument(
+        "--update",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put the table between the bench markers of FILE; may be given more than once",
+    )
+    parser.add_argument(
+        "--render", type=Path, metavar="RECORD", help="measure nothing, take the figures from a JSON record"
+    )
+    return parser
+
+
+def _print_suites() -> None:
+    for suite, cases in SUITES.items():
+        print(f"{suite}{'' if suite in DEFAULT_SUITES else ' (only when named)'}")
+        for case in cases:
+            print(f"  {case.name}{_targets(case)}\n    {describe(case)}")
+
+
+def _targets(case: Case) -> str:
+    if isinstance(case, LongCase):
+        memory = f"{case.memory_target / 2**30:.1f} GiB" if case.memory_target else "none"
+        return f"  [targets: {memory}, time {case.time_target}]"
+    return "" if case.target is None else f"  [target: {case.target}]"
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    """Finds out before the measurement, not after it, that its result cannot be stored."""
+    if options.render and options.suites:
+        raise ValueError("--render takes the figures from a record: name no suites with it")
+    for file in filter(None, (options.out, options.markdown)):
+        if not file.parent.is_dir():
+            raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
+    for file in options.update:
+        replace_between_markers(file.read_text(), "")
+
+
+def _measure(options: argparse.Namespace) -> Record:
+    cases = [case for name in options.suites or DEFAULT_SUITES for case in SUITES[name]]
+    results = []
+    for number, case in enumerate(cases, 1):
+        result = run_case(case, options.repeats, partial(_say, prefix=f"[{number}/{len(cases)}] "))
+        _say(_summary(result))
+        results.append(result)
+    return Record(project_facts(), machine_facts(), tuple(results))
+
+
+def _say(text: str, prefix: str = "") -> None:
+    print(f"{prefix}{text}", file=sys.stderr, flush=True)
+
+
+def _summary(result: Result) -> str:
+    return "\n".join(f"    {_sentence(figure, result.why_not)}" for figure in result.figures)
+
+
+def _sentence(figure: Figure, why_not: str | None) -> str:
+    if figure.value is None:
+        return f"{figure.name}: not measured, {why_not}"
+    scale, unit = (2**30, " GiB") if figure.unit == "bytes" else (1, "")
+    sentence = f"{figure.name}: {figure.value / scale:.3f}{unit}"
+    if figure.target is None:
+        return sentence
+    return f"{sentence}, target {figure.target / scale:.2f}{unit} {'met' if figure.met else 'not met'}"
+
+
+def _publish(record: Record, options: argparse.Namespace) -> None:
+    table = to_markdown(record)
+    if options.out:
+        options.out.write_text(to_json(record))
+    if options.markdown:
+        options.markdown.write_text(table)
+    for file in options.update:
+        file.write_text(replace_between_markers(file.read_text(), table))
+    print(table, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""WHO competes: dilated attention as users call it, and the bare kernel on ready-made tiles.
+
+The bare kernel is PyTorch's CPU flash attention, called directly on contiguous tensors of the shapes that
+the engine's own plan cuts: for the forward pass the forward plan's tiles; for the backward pass the backward
+plan's, with out and lse made beforehand. It packs nothing, merges nothing and keeps no result, and is so
+a time that an engine over this kernel can approach but not beat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from ..plan import Plan, Shape, plan_dilated
+from .cases import Config, TimeCase
+
+Candidate = Callable[[], object]
+Direction = Literal["forward", "backward"]
+
+# Tensors of a candidate lie one after the other in memory and start over beyond this many elements: enough to
+# leave every cache between two uses of a row, and little enough to fit beside the other candidate.
+ARENA_NUMEL = 2**25
+
+
+class Arena:
+    """Random float32 memory from which contiguous tensors are cut, one after the other."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        numel = min(sum(sizes), max([ARENA_NUMEL, *sizes]))
+        self.memory = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        self.position = 0
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        numel = math.prod(shape)
+        if self.position + numel > self.memory.numel():
+            self.position = 0
+        start, self.position = self.position, self.position + numel
+        return self.memory[start : start + numel].view(shape)
+
+
+def attend(config: Config, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of the library under test: the one call that is checked and measured."""
+    result = functional.dilated_attention(
+        q,
+        k,
+        v,
+        config.segment_lengths,
+        config.dilation_rates,
+        is_causal=config.is_causal,
+        return_lse=True,
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+def dilated_candidate(case: TimeCase) -> Candidate:
+    """All calls of a case through the public function; with backward, the gradients of q, k and v."""
+    config = case.config
+    shapes = [(b, n, config.h, config.d) for b, n in case.calls]
+    arenas = [Arena(shapes, seed) for seed in range(4 if case.backward else 3)]
+    calls = [[arena.take(shape) for arena in arenas] for shape in shapes]
+
+    def run() -> None:
+        if case.new_lengths:
+            plan_dilated.cache_clear()
+        for tensors in calls:
+            if case.backward:
+                q, k, v = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+                torch.autograd.grad(attend(config, q, k, v)[0], leaves, tensors[3])
+            else:
+                attend(config, *tensors)
+
+    return run
+
+
+def bare_candidate(case: TimeCase) -> Candidate:
+    """The flash kernel alone, on ready-made tensors of the tile shapes of the case."""
+    scale = 1.0 / math.sqrt(case.config.d)
+    forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    forward_tiles = _ready_tiles(case, "forward")
+    backward_tiles = []
+    ready = _ready_tiles(case, "backward") if case.backward else []
+    gradients = Arena([tuple(q.shape) for q, *_ in ready], 3)
+    for q, k, v, is_causal in ready:
+        out, lse = forward_op(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
+        grad_out = gradients.take(tuple(q.shape))
+        backward_tiles.append((grad_out, q, k, v, out, lse, 0.0, is_causal))
+
+    def run() -> None:
+        for q, k, v, is_causal in forward_tiles:
+            forward_op(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
+        for tile in backward_tiles:
+            backward_op(*tile, attn_mask=None, scale=scale)
+
+    return run
+
+
+def count_flops(case: TimeCase) -> int:
+    """Floating point operations of the matrix products: 2 a pair and feature in forward, 5 in backward."""
+    pairs = sum(_plan(case.config, b, n, "forward").num_pairs for b, n in case.calls)
+    return 2 * (7 if case.backward else 2) * case.config.d * pairs
+
+
+def _plan(config: Config, b: int, n: int, direction: Direction) -> Plan:
+    return plan_dilated(
+        config.spec, Shape(b, n, config.h, config.h, config.d), itemsize=4, direction=direction
+    )
+
+
+def _ready_tiles(case: TimeCase, direction: Direction) -> list[tuple[Tensor, Tensor, Tensor, bool]]:
+    d = case.config.d
+    tiles = [tile for b, n in case.calls for tile in _plan(case.config, b, n, direction).tiles]
+    q_shapes, k_shapes = [tile.q_shape(d) for tile in tiles], [tile.k_shape(d) for tile in tiles]
+    q, k, v = Arena(q_shapes, 0), Arena(k_shapes, 1), Arena(k_shapes, 2)
+    return [
+        (q.take(q_shape), k.take(k_shape), v.take(k_shape), tile.is_causal)
+        for tile, q_shape, k_shape in zip(tiles, q_shapes, k_shapes, strict=True)
+    ]

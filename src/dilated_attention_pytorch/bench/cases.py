@@ -1,0 +1,154 @@
+"""WHAT is measured: named suites of cases with their targets. Plain data, no tensors.
+
+A target is what the project aims for. It stands next to the figure in every report as met or not met; missing
+one is a fact about a machine and never an error.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..spec import DilatedSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Config:
+    """The attention of a case, float32: heads, head size and branches.
+
+    One branch has rate 1, so that every position attends to something.
+    """
+
+    h: int
+    d: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    is_causal: bool = False
+
+    @property
+    def spec(self) -> DilatedSpec:
+        return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal)
+
+
+@dataclass(frozen=True)
+class TimeCase:
+    """Time of dilated attention over that of the bare kernel, summed over calls of the sizes (b, n)."""
+
+    name: str
+    config: Config
+    calls: tuple[tuple[int, int], ...]
+    backward: bool = False
+    new_lengths: bool = False  # forget all plans before each round, as if no length had been seen before
+    target: float | None = None
+    repeats: int = 9
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """Peak memory that a call adds to its inputs, over the bytes of its results."""
+
+    name: str
+    config: Config
+    n: int
+    backward: bool = False
+    target: float | None = None
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class LongCase:
+    """One forward of `n` positions: peak memory in total, and time over that of `n / base_n` short calls."""
+
+    name: str
+    config: Config
+    n: int
+    base_n: int
+    memory_target: int | None = None
+    time_target: float | None = None
+    repeats: int = 2
+
+
+Case = TimeCase | MemoryCase | LongCase
+KINDS: dict[str, type[Case]] = {"time": TimeCase, "memory": MemoryCase, "long": LongCase}
+
+_BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
+_SPEED = Config(12, 64, *_BRANCHES)
+_SPEED_CAUSAL = Config(12, 64, *_BRANCHES, is_causal=True)
+_SHORT = Config(8, 64, (256, 512, 1024), (1, 2, 4))
+_MEMORY = Config(8, 64, *_BRANCHES)
+_QUICK = Config(4, 16, (32, 64, 128), (1, 2, 4))
+_QUICK_CAUSAL = Config(4, 16, (32, 64, 128), (1, 2, 4), is_causal=True)
+
+
+def varied_calls(
+    count: int, batch: tuple[int, int], length: tuple[int, int], seed: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """`count` sizes (b, n), drawn evenly from inclusive ranges: odd lengths are as likely as even ones."""
+    draw = random.Random(seed)
+    return tuple((draw.randint(*batch), draw.randint(*length)) for _ in range(count))
+
+
+_SHORT_CALLS = varied_calls(48, (1, 4), (256, 2048))
+_ONE = ((1, 16384),)
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "speed": (
+        TimeCase("forward", _SPEED, _ONE, target=1.10),
+        TimeCase("causal forward", _SPEED_CAUSAL, _ONE, target=1.15),
+        TimeCase("forward + backward", _SPEED, _ONE, backward=True, target=1.08),
+        TimeCase("causal forward + backward", _SPEED_CAUSAL, _ONE, backward=True),
+    ),
+    "short": (
+        TimeCase("short forward", _SHORT, _SHORT_CALLS, target=1.5),
+        TimeCase("short forward, new lengths", _SHORT, _SHORT_CALLS, new_lengths=True, target=1.5),
+        TimeCase("short forward + backward", _SHORT, _SHORT_CALLS, backward=True),
+    ),
+    "memory": (
+        MemoryCase("memory of forward", _MEMORY, 131072, target=1.25),
+        MemoryCase("memory of forward + backward", _MEMORY, 131072, backward=True, target=1.25),
+        LongCase("a million positions", _MEMORY, 2**20, 2**16, memory_target=19 * GIB // 2, time_target=1.15),
+    ),
+    # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
+    "quick": (
+        TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
+        TimeCase("quick causal forward", _QUICK_CAUSAL, ((1, 512),), repeats=3),
+        TimeCase("quick forward + backward", _QUICK, ((1, 512),), backward=True, repeats=3),
+        TimeCase("quick short", _QUICK, varied_calls(6, (1, 4), (32, 256)), new_lengths=True, repeats=3),
+        MemoryCase("quick memory", _QUICK, 16384, backward=True),
+        LongCase("quick long", _QUICK, 16384, 4096, repeats=1),
+    ),
+}
+DEFAULT_SUITES = ("speed", "short", "memory")
+
+
+def describe(case: Case) -> str:
+    """The sizes of a case in a few words."""
+    config = case.config
+    branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
+    what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"
+    if not isinstance(case, TimeCase):
+        return f"n = {case.n}, {what}"
+    if len(case.calls) == 1:
+        return f"b = {case.calls[0][0]}, n = {case.calls[0][1]}, {what}"
+    b, n = zip(*case.calls, strict=True)
+    return f"{len(case.calls)} calls, b = {min(b)} to {max(b)}, n = {min(n)} to {max(n)}, {what}"
+
+
+def case_to_dict(case: Case) -> dict[str, Any]:
+    """The case as JSON can hold it."""
+    kind = next(name for name, cls in KINDS.items() if isinstance(case, cls))
+    return {"kind": kind, **asdict(case)}
+
+
+def case_from_dict(data: dict[str, Any]) -> Case:
+    """The inverse of `case_to_dict`, also after JSON turned tuples into lists."""
+    fields = dict(data)
+    config = fields["config"]
+    branches = (tuple(config["segment_lengths"]), tuple(config["dilation_rates"]))
+    fields["config"] = Config(config["h"], config["d"], *branches, config["is_causal"])
+    if "calls" in fields:
+        fields["calls"] = tuple((b, n) for b, n in fields["calls"])
+    return KINDS[fields.pop("kind")](**fields)

@@ -1,0 +1,129 @@
+"""A measurement in a process of its own: the case as JSON on stdin, what was measured as JSON on stdout.
+
+Peak memory is a property of a process. A fresh one has no freed memory of earlier cases to hide in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .candidates import attend
+from .cases import Case, Config, LongCase, MemoryCase, case_from_dict, case_to_dict
+from .gate import make_call, rows_error, run_call
+from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
+
+WARMUP_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the child found: bytes by name, seconds by candidate, the error of the measured results."""
+
+    error: float | None = None
+    nbytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    why_not: str | None = None
+
+
+def measure_in_child(case: Case, repeats: int) -> Measured:
+    """Measures a memory or long case in a fresh interpreter."""
+    needed, available = input_and_result_bytes(case), available_bytes()
+    if available is not None and needed > 0.9 * available:
+        return Measured(why_not=f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available")
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps({"case": case_to_dict(case), "repeats": repeats}),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode < 0:
+        return Measured(why_not=f"the process was ended by signal {-result.returncode}, likely out of memory")
+    if result.returncode:
+        raise RuntimeError(f"measuring {case.name} failed:\n{result.stderr}")
+    answer = json.loads(result.stdout)
+    answer["seconds"] = {name: tuple(values) for name, values in answer["seconds"].items()}
+    return Measured(**answer)
+
+
+def measure_memory(case: MemoryCase) -> Measured:
+    """Peak memory above the inputs', which are in place, as is all that the libraries set up once."""
+    _warm_up(case.config, case.backward)
+    call = make_call(case.config, 1, case.n, backward=case.backward)
+    before = reset_peak_memory()
+    results = run_call(call)
+    peak = read_status("VmHWM")
+    tensors = (results.out, results.lse, *results.gradients)
+    nbytes = {"peak_extra": peak - before, "results": sum(x.nbytes for x in tensors)}
+    return Measured(rows_error(call, results), nbytes)
+
+
+def measure_long(case: LongCase, repeats: int) -> Measured:
+    """Time of one long call against as many short ones as give its length; peak memory of the process."""
+    _warm_up(case.config, backward=False)
+    call = make_call(case.config, 1, case.n)
+    q, k, v = call.q, call.k, call.v
+    starts = range(0, case.n, case.base_n)
+    pieces = [[x[:, start : start + case.base_n] for x in (q, k, v)] for start in starts]
+    attend(case.config, *pieces[0])
+
+    def run_base() -> None:
+        for piece in pieces:
+            attend(case.config, *piece)
+
+    candidates = {"base": run_base, "long": lambda: attend(case.config, q, k, v)}
+    timings = interleave(candidates, repeats, warmup=0)
+    results = run_call(call)
+    peak = read_status("VmHWM")
+    seconds = {name: timing.seconds for name, timing in timings.items()}
+    return Measured(rows_error(call, results), {"peak_total": peak}, seconds)
+
+
+def input_and_result_bytes(case: Case) -> int:
+    """Bytes of all tensors that a memory or long case holds at once."""
+    assert isinstance(case, (MemoryCase, LongCase))
+    tensors = 8 if isinstance(case, MemoryCase) and case.backward else 4
+    return 4 * case.n * case.config.h * (tensors * case.config.d + 1)
+
+
+def available_bytes() -> int | None:
+    """Memory that a new process can have, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _warm_up(config: Config, backward: bool) -> None:
+    """Thread pools, code and tables that are loaded once must not be charged to the measured call."""
+    run_call(make_call(config, 1, WARMUP_LENGTH, backward=backward))
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    case = case_from_dict(request["case"])
+    try:
+        if isinstance(case, MemoryCase):
+            measured = measure_memory(case)
+        else:
+            assert isinstance(case, LongCase)
+            measured = measure_long(case, request["repeats"])
+    except NotMeasurableError as error:
+        measured = Measured(why_not=str(error))
+    print(json.dumps(measured.__dict__))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

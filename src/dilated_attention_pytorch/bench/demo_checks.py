@@ -1,0 +1,90 @@
+"""The demo's first half: the library against its definition, in float64, forward and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ..reference import dilated_attention_reference
+
+TOLERANCE = 1e-10
+LENGTH, HEADS, HEAD_DIM = 151, 4, 16  # a prime length: no segment fits evenly
+
+_THREE: dict[str, Any] = {"segment_lengths": (16, 32, 64), "dilation_rates": (1, 2, 4)}
+_LAST_20_HIDDEN = torch.arange(LENGTH)[None] < LENGTH - 20
+CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("three branches", _THREE),
+    ("three branches, causal", {**_THREE, "is_causal": True}),
+    ("grouped-query heads", {**_THREE, "is_causal": True, "num_kv_heads": 2}),
+    ("uneven branches, gaps", {"segment_lengths": (23, 50), "dilation_rates": (3, 7)}),
+    ("padding mask", {**_THREE, "key_mask": _LAST_20_HIDDEN}),
+    ("packed documents", {**_THREE, "cu_seqlens": torch.tensor([0, 40, 97, LENGTH])}),
+    ("a head group a branch", {**_THREE, "head_mixing": "grouped"}),
+    (
+        "as torchscale computes",
+        {**_THREE, "head_offsets": "blocked", "tail": "phantom", "detach_mixing": True},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest differences of a configuration from its oracle."""
+
+    title: str
+    forward_error: float
+    gradient_error: float
+
+    @property
+    def passed(self) -> bool:
+        return self.forward_error <= TOLERANCE and self.gradient_error <= TOLERANCE
+
+
+def run_checks() -> Iterator[Check]:
+    """One configuration after the other, the last one against PyTorch's own dense attention."""
+    for title, options in CONFIGURATIONS:
+        yield check_configuration(title, dict(options))
+    yield check_dense()
+
+
+def check_configuration(title: str, options: dict[str, Any]) -> Check:
+    q, k, v, grad_out = _inputs(options.pop("num_kv_heads", HEADS))
+    actual = functional.dilated_attention(q, k, v, **options)
+    expected = dilated_attention_reference(q, k, v, **options)
+    assert isinstance(actual, Tensor)
+    assert isinstance(expected, Tensor)
+    return _compare(title, actual, expected, (q, k, v), grad_out)
+
+
+def check_dense() -> Check:
+    """One segment over everything at rate 1 is dense attention."""
+    q, k, v, grad_out = _inputs(HEADS)
+    actual = functional.dilated_attention(q, k, v, (LENGTH,), (1,), is_causal=True)
+    assert isinstance(actual, Tensor)
+    q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(q_bhnd, k_bhnd, v_bhnd, is_causal=True)
+    return _compare("one segment is dense", actual, expected.transpose(1, 2), (q, k, v), grad_out)
+
+
+def _inputs(num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, num_kv_heads, num_kv_heads, HEADS)
+    q, k, v, grad_out = (
+        torch.randn(1, LENGTH, h, HEAD_DIM, dtype=torch.float64, generator=generator) for h in heads
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
+
+
+def _compare(
+    title: str, actual: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], grad_out: Tensor
+) -> Check:
+    gradients = [torch.autograd.grad(out, inputs, grad_out) for out in (actual, expected)]
+    errors = [(a - b).abs().max().item() for a, b in zip(*gradients, strict=True)]
+    # torch's max keeps a NaN where Python's may lose it, and a NaN passes no check
+    return Check(title, (actual - expected).abs().max().item(), torch.tensor(errors).max().item())

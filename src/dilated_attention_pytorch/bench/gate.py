@@ -1,0 +1,180 @@
+"""The gate before the stopwatch: what is measured must first be right.
+
+Two independent checks. A reduced copy of the configuration (shorter segments, an odd length) is compared with
+the dense reference, forward and gradients. And at full length, where no dense reference fits, chosen query
+rows are computed from the definition in float64, together with the gradients of a loss over just these rows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..reference import dilated_attention_reference
+from .candidates import attend
+from .cases import Case, Config, TimeCase
+
+TOLERANCE = 2e-5  # of float32 inputs against float64 results, absolute below 1 and relative above
+REDUCED_LENGTH = 256
+ROWS_PER_CALL = 8
+
+
+class WrongAnswerError(Exception):
+    """The library's result differs from the definition: there is nothing to measure."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of one call, all (b, n, h, d), and the query rows (batch, position) that are checked.
+
+    `grad_out`, present when gradients are asked for, is zero outside the rows: then the rows alone determine
+    all three gradients, at every position.
+    """
+
+    config: Config
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor | None
+    rows: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    out: Tensor
+    lse: Tensor
+    gradients: tuple[Tensor, ...] = ()
+
+
+def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: int = 0) -> Call:
+    """Seeded random inputs, every byte of them written."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (b, n, config.h, config.d)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    rows = _choose_rows(config, b, n, seed)
+    grad_out = None
+    if backward:
+        grad_out = torch.empty(shape).fill_(0.0)  # torch.zeros would leave the memory untouched
+        for row in rows:
+            grad_out[row] = torch.randn(shape[2:], generator=generator)
+    return Call(config, q, k, v, grad_out, rows)
+
+
+def run_call(call: Call) -> Results:
+    """One call of the library, with gradients when the call holds a `grad_out`."""
+    if call.grad_out is None:
+        return Results(*attend(call.config, call.q, call.k, call.v))
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    out, lse = attend(call.config, *leaves)
+    gradients = torch.autograd.grad(out, leaves, call.grad_out)
+    return Results(out.detach(), lse.detach(), gradients)
+
+
+def check_case(case: Case) -> float:
+    """The largest error of a case, or `WrongAnswerError`.
+
+    Memory and long cases check their rows after they are measured, on the very results: one call is enough.
+    """
+    backward = not isinstance(case, TimeCase) or case.backward
+    errors = [reduced_error(case.config, _longest(case), backward=backward)]
+    if isinstance(case, TimeCase):
+        for i, (b, n) in enumerate(case.calls):
+            call = make_call(case.config, b, n, backward=case.backward, seed=i)
+            errors.append(rows_error(call, run_call(call)))
+    return accept(case.name, max(errors))
+
+
+def accept(name: str, error: float) -> float:
+    """The error, if it is tolerable."""
+    if not error <= TOLERANCE:
+        raise WrongAnswerError(
+            f"{name}: the result is off by {error:.1e}, more than {TOLERANCE:.0e}: not measured"
+        )
+    return error
+
+
+def reduced_error(config: Config, n: int, *, backward: bool) -> float:
+    """Error against the dense reference, everything about `n / REDUCED_LENGTH` times shorter."""
+    factor = max(1, n // REDUCED_LENGTH)
+    segment_lengths = tuple(max(1, w // factor) for w in config.segment_lengths)
+    config = replace(config, segment_lengths=segment_lengths)
+    n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
+    call = make_call(config, 1, n, backward=backward)
+    if call.grad_out is not None:
+        call.grad_out.copy_(torch.randn(call.grad_out.shape, generator=torch.Generator().manual_seed(1)))
+    results = run_call(call)
+
+    q, k, v = exact = [x.double().requires_grad_(backward) for x in (call.q, call.k, call.v)]
+    branches = (config.segment_lengths, config.dilation_rates)
+    expected = dilated_attention_reference(q, k, v, *branches, is_causal=config.is_causal, return_lse=True)
+    out, lse = expected
+    errors = [_error(results.out, out), _error(results.lse, lse)]
+    if call.grad_out is not None:
+        gradients = torch.autograd.grad(out, exact, call.grad_out.double())
+        errors += [_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
+    return max(errors)
+
+
+def rows_error(call: Call, results: Results) -> float:
+    """Error of the chosen rows, and of all gradients if there are any, against the definition in float64."""
+    expected = [torch.zeros_like(x, dtype=torch.float64) for x in results.gradients]
+    errors = []
+    for batch, t in call.rows:
+        lo, hi = _reach(call.config, call.q.shape[1], t)
+        leaves = [call.q[batch, t], call.k[batch, lo:hi], call.v[batch, lo:hi]]
+        leaves = [x.double().requires_grad_() for x in leaves]
+        out, lse = _attend_row(call.config, *leaves, t=t, lo=lo)
+        errors.append(_error(results.out[batch, t], out))
+        errors.append(_error(results.lse[batch, :, t], lse))
+        if call.grad_out is not None:
+            dq, dk, dv = torch.autograd.grad(out, leaves, call.grad_out[batch, t].double())
+            expected[0][batch, t] += dq
+            expected[1][batch, lo:hi] += dk
+            expected[2][batch, lo:hi] += dv
+    errors += [_error(*pair) for pair in zip(results.gradients, expected, strict=True)]
+    return max(errors)
+
+
+def _attend_row(config: Config, q: Tensor, k: Tensor, v: Tensor, *, t: int, lo: int) -> tuple[Tensor, Tensor]:
+    """out (h, d) and lse (h,) of the query q (h, d) at position `t`; k and v (m, h, d) start at `lo`."""
+    position = torch.arange(lo, lo + k.shape[0])
+    head = torch.arange(config.h)[:, None]
+    counts = torch.zeros(config.h, k.shape[0], dtype=torch.float64)
+    for w, r in config.spec.branches:
+        reached = (position // w == t // w) & (position % w % r == head % r) & (t % w % r == head % r)
+        counts += reached & (position <= t) if config.is_causal else reached
+    scores = torch.einsum("hd,mhd->hm", q, k) / math.sqrt(config.d) + counts.log()
+    lse = scores.logsumexp(-1)
+    return torch.einsum("hm,mhd->hd", torch.exp(scores - lse[:, None]), v), lse
+
+
+def _reach(config: Config, n: int, t: int) -> tuple[int, int]:
+    """The positions that any branch can connect with `t`."""
+    starts = [t // w * w for w in config.segment_lengths]
+    ends = [min(n, start + w) for start, w in zip(starts, config.segment_lengths, strict=True)]
+    return min(starts), max(ends)
+
+
+def _choose_rows(config: Config, b: int, n: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """The ends of the sequence, both sides of a segment boundary, and positions by chance."""
+    draw = random.Random(seed)
+    boundary = config.segment_lengths[0] * (n // config.segment_lengths[0] // 2)
+    places = {0, n - 1, max(0, boundary - 1), boundary % n}
+    places |= {draw.randrange(n) for _ in range(ROWS_PER_CALL - len(places))}
+    return tuple((draw.randrange(b), t) for t in sorted(places))
+
+
+def _longest(case: Case) -> int:
+    return max(n for _, n in case.calls) if isinstance(case, TimeCase) else case.n
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, absolute below 1 and relative to the largest value above; infinite for NaN."""
+    expected = expected.detach()
+    largest = max(1.0, expected.abs().max().item())
+    error = (actual - expected).abs().max().item() / largest
+    return math.inf if math.isnan(error) else error  # max() may lose a NaN

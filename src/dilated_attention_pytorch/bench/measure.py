@@ -1,0 +1,89 @@
+"""HOW it is measured: interleaved timing in one process, and peak resident memory from the kernel's books."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every measured duration of a candidate, in seconds and in order."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles; 0 for a single measurement."""
+        if len(self.seconds) < 2:
+            return 0.0
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return upper - lower
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Runs all candidates once a round, in alternating order, and times each run.
+
+    What else the machine does then falls on all of them alike, and each runs as often right after itself as
+    right after another. `warmup` rounds before the first are not timed.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for number in range(-warmup, repeats):
+        for name in order:
+            gc.collect()  # its time belongs to no candidate
+            start = clock()
+            candidates[name]()
+            elapsed = clock() - start
+            if number >= 0:
+                seconds[name].append(elapsed)
+        order.reverse()
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+class NotMeasurableError(Exception):
+    """This platform or machine cannot provide the figure; the message says why."""
+
+
+def reset_peak_memory() -> int:
+    """Lowers the process's peak resident memory to its present one, and returns that in bytes."""
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError as error:
+        raise NotMeasurableError(f"peak memory cannot be reset here: {error}") from error
+    return read_status("VmRSS")
+
+
+def read_status(field: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of this process, in bytes."""
+    try:
+        text = STATUS.read_text()
+    except OSError as error:
+        raise NotMeasurableError("peak memory is read from /proc, which this platform lacks") from error
+    for line in text.splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise NotMeasurableError(f"{STATUS} has no {field}")

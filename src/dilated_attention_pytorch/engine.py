@@ -1,0 +1,199 @@
+"""Runs a plan: packs each tile, calls the kernel, merges. Forward and backward, no autograd, no globals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from .kernels import Dropout, How, Kernel
+from .merge import add_null_keys, merge_
+from .plan import Panel, Plan, Tile
+from .plan.tiles import WHOLE, Origin
+
+
+@dataclass
+class Workspace:
+    """Scratch memory that tiles reuse one after the other, by slot name."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of `shape`, valid until the slot is taken again."""
+        numel = math.prod(shape)
+        buffer = self.buffers.get(slot)
+        if buffer is None or buffer.numel() < numel or buffer.dtype != dtype:
+            self.buffers.pop(slot, None)  # freed before its successor is allocated
+            buffer = self.buffers[slot] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel].view(shape)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call: q (b, n, h, d), k and v (b, n, h_kv, d), key_mask (b, n), and how to attend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    scale: float
+    dropout_p: float
+    seed: int
+    kernel: Kernel
+    workspace: Workspace
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def pack(
+        self, slot: str, view: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A contiguous tensor of `shape` with the view's elements; no copy where the view already is one."""
+        dtype = dtype or view.dtype
+        if view.is_contiguous() and view.dtype == dtype:
+            return view.view(shape)
+        packed = self.workspace.take(slot, shape, dtype, view.device)
+        packed.view(view.shape).copy_(view)
+        return packed
+
+    def pack_tile(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, How]:
+        d = self.q.shape[-1]
+        q = self.pack("q", tile.query_view(self.q), tile.q_shape(d))
+        k = self.pack("k", tile.key_view(self.k), tile.k_shape(d))
+        v = self.pack("v", tile.key_view(self.v), tile.k_shape(d))
+        mask = None
+        if self.key_mask is not None:
+            rows = self.key_mask.unsqueeze(-1).expand(-1, -1, self.k.shape[2])
+            mask = tile.key_view(rows).reshape(tile.k_shape(d)[:3])
+            if bool(mask.all()):
+                mask = None
+            else:
+                # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
+                hidden = ~mask.unsqueeze(-1)
+                k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+        dropout = Dropout(self.dropout_p, self.seed + tile.index) if self.dropout_p else None
+        return q, k, v, How(tile.is_causal, self.scale, mask, dropout)
+
+
+def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
+    q, dtype = inputs.q, inputs.accumulate_dtype
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype, device=q.device)
+    if not plan.covered:
+        lse.fill_(-math.inf)
+    for panel in plan.panels:
+        target, origin = out, WHOLE
+        if out.dtype != dtype:
+            target, origin = _accumulator("acc_out", panel.query_block(out), inputs), panel.origin
+        if not plan.covered:
+            target.zero_()
+        _attend(panel.tiles, inputs, target, origin, lse.transpose(1, 2), WHOLE)
+        if target is not out:
+            panel.query_block(out).copy_(target)
+    return out, lse
+
+
+def backward(
+    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v)
+    )
+    for panel in plan.panels:
+        targets, origin, kv_origin = [dq, dk, dv], WHOLE, WHOLE
+        blocks = [panel.query_block(dq), panel.key_block(dk), panel.key_block(dv)]
+        if inputs.q.dtype != inputs.accumulate_dtype:
+            slots = ("acc_dq", "acc_dk", "acc_dv")
+            targets = [_accumulator(slot, block, inputs) for slot, block in zip(slots, blocks, strict=True)]
+            origin, kv_origin = panel.origin, panel.kv_origin
+        if not plan.covered:
+            for target in targets:
+                target.zero_()
+        for tiles, tile_out, out_origin in _outputs(plan, panel, inputs, out):
+            for tile in tiles:
+                where = (tile.query_view(tile_out, out_origin), tile.query_view(lse.transpose(1, 2)))
+                grad_rows = tile.query_view(grad_out)
+                lse_rows = None if grad_lse is None else tile.query_view(grad_lse.transpose(1, 2))
+                parts = _tile_gradients(tile, inputs, *where, grad_rows, lse_rows)
+                views = (
+                    tile.query_view(targets[0], origin),
+                    tile.key_view(targets[1], kv_origin),
+                    tile.key_view(targets[2], kv_origin),
+                )
+                first_queries = tile.opens_queries and tile.first_for_queries
+                first_keys = tile.opens_keys and tile.first_for_keys
+                for view, part, first in zip(
+                    views, parts, (first_queries, first_keys, first_keys), strict=True
+                ):
+                    if first:
+                        view.copy_(part.view(view.shape))
+                    else:
+                        view.add_(part.view(view.shape))
+        if targets[0] is not dq:
+            for block, target in zip(blocks, targets, strict=True):
+                block.copy_(target)
+    return dq, dk, dv
+
+
+def _attend(
+    tiles: Iterable[Tile],
+    inputs: Inputs,
+    out: Tensor,
+    out_origin: Origin,
+    lse: Tensor,
+    lse_origin: Origin,
+    alone: bool = False,
+) -> None:
+    """Attends the tiles into out and lse (b, n, h); `alone`: the tiles' branch has them to itself."""
+    for tile in tiles:
+        part, lse_part = inputs.kernel.forward(*inputs.pack_tile(tile))
+        if tile.phantom:
+            part, lse_part = add_null_keys(part, lse_part, tile.phantom)
+        out_rows, lse_rows = tile.query_view(out, out_origin), tile.query_view(lse, lse_origin)
+        part, lse_part = part.view(out_rows.shape), lse_part.view(lse_rows.shape)
+        if tile.opens_queries and (alone or tile.first_for_queries):
+            out_rows.copy_(part)
+            lse_rows.copy_(lse_part)
+        else:
+            merge_(out_rows, lse_rows, part, lse_part, maybe_empty=inputs.key_mask is not None)
+
+
+def _tile_gradients(
+    tile: Tile, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, how = inputs.pack_tile(tile)
+    lse = lse.reshape(q.shape[:3])
+    # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    out = inputs.pack("out", out, tuple(q.shape), q.dtype)
+    grad_out = inputs.pack("grad_out", grad_out, tuple(q.shape))
+    if grad_lse is not None:
+        grad_lse = grad_lse.reshape(q.shape[:3])
+    return inputs.kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how)
+
+
+def _outputs(
+    plan: Plan, panel: Panel, inputs: Inputs, out: Tensor
+) -> Iterator[tuple[Iterable[Tile], Tensor, Origin]]:
+    """The `out` that a tile's backward subtracts: the merged one or, with detach_mixing, its branch's."""
+    if not plan.spec.detach_mixing:
+        yield panel.tiles, out, WHOLE
+        return
+    own_out = _accumulator("own_out", panel.query_block(out), inputs)
+    own_lse = inputs.workspace.take("own_lse", own_out.shape[:3], own_out.dtype, own_out.device)
+    for _, group in groupby(panel.tiles, key=lambda tile: tile.branch):
+        tiles = list(group)
+        _attend(tiles, inputs, own_out, panel.origin, own_lse, panel.origin, alone=True)
+        yield tiles, own_out, panel.origin
+
+
+def _accumulator(slot: str, block: Tensor, inputs: Inputs) -> Tensor:
+    """Scratch in accumulation precision for a panel's block of an output."""
+    return inputs.workspace.take(slot, tuple(block.shape), inputs.accumulate_dtype, block.device)

@@ -1,0 +1,215 @@
+"""The functional doors: validate, then hand over to the ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .kernels import KERNEL_NAMES
+from .ops import dilated_attention_op
+from .plan import DEFAULT_WORKSPACE_BYTES
+from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    head_mixing: HeadMixing = ...,
+    head_offsets: HeadOffsets = ...,
+    tail: Tail = ...,
+    detach_mixing: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel: str = ...,
+    workspace_bytes: int = ...,
+) -> Tensor: ...
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    head_mixing: HeadMixing = ...,
+    head_offsets: HeadOffsets = ...,
+    tail: Tail = ...,
+    detach_mixing: bool = ...,
+    return_lse: Literal[True],
+    kernel: str = ...,
+    workspace_bytes: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    tail: Tail = "exact",
+    detach_mixing: bool = False,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in which every branch `(w, r)` sees each r-th position of its segment of w positions.
+
+    For head `h`, position `t` is selected by a branch when `(t % w) % r == h % r`. A selected query attends
+    to the selected keys of its own segment; all branches share one softmax over the multiset of their keys:
+
+        scores = scale * q @ k.T + log(number of branches that connect query and key)
+        out    = softmax(scores) @ v
+
+    Args:
+        q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.
+        k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
+        segment_lengths, dilation_rates: one entry a branch; any length n >= 1 is exact.
+        is_causal: a query sees only keys at or before its position.
+        scale: factor of the scores, 1 / sqrt(d) by default.
+        dropout_p: drops attention probabilities, always when > 0: pass 0 in evaluation.
+        key_mask: (b, n) bool, True where a key may be attended.
+        cu_seqlens: (documents + 1,) int32 or int64 boundaries of documents packed into b == 1;
+            segments restart at each document.
+        head_mixing, head_offsets, tail, detach_mixing: see docs/semantics.md.
+        return_lse: also return the log-sum-exp of the scores, (b, h, n), differentiable.
+        kernel: "auto", "cuda", "cpu_flash" or "eager"; a named kernel runs or raises.
+        workspace_bytes: bound of the scratch memory for packed tiles and accumulators.
+
+    Returns:
+        out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
+        float64). A query that no branch selects, or that sees no key, gives zeros, lse -inf and zero gradients.
+
+    Under autocast the inputs are cast like those of `scaled_dot_product_attention`. There is no second
+    derivative.
+    """
+    spec = DilatedSpec(
+        segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
+        dilation_rates,  # type: ignore[arg-type]
+        is_causal,
+        scale,
+        dropout_p,
+        head_mixing,
+        head_offsets,
+        tail,
+        detach_mixing,
+    )
+    q, k, v = _autocast(q, k, v)
+    check_inputs(q, k, v, key_mask, cu_seqlens)
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_NAMES))}, got {kernel!r}")
+    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
+        raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
+    out, lse = dilated_attention_op(
+        q,
+        k,
+        v,
+        key_mask,
+        cu_seqlens,
+        torch.randint(2**62, (1,)) if spec.dropout_p else None,
+        spec.segment_lengths,
+        spec.dilation_rates,
+        spec.is_causal,
+        1.0 / math.sqrt(q.shape[-1]) if spec.scale is None else spec.scale,
+        spec.dropout_p,
+        spec.head_mixing,
+        spec.head_offsets,
+        spec.tail,
+        spec.detach_mixing,
+        kernel,
+        workspace_bytes,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts as autocast casts for scaled_dot_product_attention: floating point except float64."""
+    tensors = (q, k, v)
+    if not all(isinstance(x, Tensor) for x in tensors) or not torch.is_autocast_enabled(q.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return q, k, v
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    b, n, h, d = q.shape
+    if n < 1 or h < 1 or d < 1:
+        raise ValueError(f"q must have at least one position, head and feature, got shape {tuple(q.shape)}")
+    if k.shape != v.shape or k.shape[0] != b or k.shape[1] != n or k.shape[3] != d:
+        raise ValueError(
+            "k and v must have the shape (b, n, h_kv, d) with the b, n and d of q, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        )
+    if k.shape[2] < 1 or h % k.shape[2]:
+        raise ValueError(f"the heads of q must be a multiple of those of k and v, got {h} and {k.shape[2]}")
+    if key_mask is not None:
+        _check_key_mask(q, key_mask)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(q, cu_seqlens)
+
+
+def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        raise TypeError(
+            f"key_mask must be a bool tensor, got {getattr(key_mask, 'dtype', type(key_mask).__name__)}"
+        )
+    if key_mask.shape != q.shape[:2]:
+        raise ValueError(
+            f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}, got {tuple(key_mask.shape)}"
+        )
+    if key_mask.device != q.device:
+        raise ValueError(f"key_mask must be on the device of q, {q.device}, got {key_mask.device}")
+
+
+def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {kind}")
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents into a batch of 1, got a batch of {q.shape[0]}")

@@ -1,0 +1,104 @@
+"""PyTorch's fused CUDA attention: the flash op for half precision on recent GPUs, else the efficient op.
+
+Shapes and signatures are checked with fake CUDA tensors; these paths have not been timed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .contract import How, Kernel, Request
+from .lse_gradient import with_lse_gradient
+
+_FLASH_CAPABILITY = (8, 0)  # the flash op, and bfloat16 in either op, need Ampere
+_FLASH_MAX_HEAD_DIM = 256
+_HEAD_DIM_MULTIPLE = 8  # what the ops take when called without SDPA's own padding
+
+
+def _why_not(request: Request) -> str | None:
+    if request.device.type != "cuda":
+        return f"it runs on cuda, and the tensors are on {request.device}"
+    if request.masked:
+        return "the flash op takes no mask, and the efficient op defines no lse for fully masked rows"
+    if request.dropout:
+        return "it cannot repeat a dropout mask over merged tiles"
+    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it takes float16, bfloat16 and float32, and the tensors are {request.dtype}"
+    capability = _capability(request.device)
+    if request.dtype == torch.bfloat16 and capability < _FLASH_CAPABILITY:
+        return f"bfloat16 needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _use_flash(q: Tensor) -> bool:
+    return (
+        q.dtype != torch.float32
+        and q.shape[-1] <= _FLASH_MAX_HEAD_DIM
+        and _capability(q.device) >= _FLASH_CAPABILITY
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    d, rows = q.shape[-1], q.shape[2]
+    flash = _use_flash(q)
+    q, k, v = _pad_head_dim(q), _pad_head_dim(k), _pad_head_dim(v)
+    if flash:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
+            q, k, v, 0.0, how.is_causal, False, scale=how.scale
+        )
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
+            q, _expand(k, q), _expand(v, q), None, True, 0.0, how.is_causal, scale=how.scale
+        )
+    return out[..., :d], lse[..., :rows]
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    d, h_kv = q.shape[-1], k.shape[1]
+    flash = _use_flash(q)
+    grad_out, q, k, v, out = (_pad_head_dim(x) for x in (grad_out, q, k, v, out))
+    if flash:
+        none = torch.empty(0, dtype=torch.int32, device=q.device)
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # philox state, unread without dropout
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+            *(grad_out, q, k, v, out, lse, none, none, q.shape[2], k.shape[2], 0.0, how.is_causal),
+            *(state, torch.empty(0, dtype=torch.uint64, device=q.device)),
+            scale=how.scale,
+        )
+        return dq[..., :d], dk[..., :d], dv[..., :d]
+    if torch.version.hip is None:
+        # The CUDA op keeps lse in rows of a multiple of 32 and reads them again; +inf gives probability 0.
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    state = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
+        *(grad_out, q, _expand(k, q), _expand(v, q), None, out, lse, state, state, 0.0),
+        *([True, True, True, False], how.is_causal),
+        scale=how.scale,
+    )
+    return dq[..., :d], _reduce(dk, h_kv)[..., :d], _reduce(dv, h_kv)[..., :d]
+
+
+def _pad_head_dim(x: Tensor) -> Tensor:
+    return F.pad(x, (0, -x.shape[-1] % _HEAD_DIM_MULTIPLE)) if x.shape[-1] % _HEAD_DIM_MULTIPLE else x
+
+
+def _expand(x: Tensor, q: Tensor) -> Tensor:
+    """One key head per query head: the memory-efficient op has no grouped heads."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _reduce(x: Tensor, h_kv: int) -> Tensor:
+    return x if x.shape[1] == h_kv else x.view(x.shape[0], h_kv, -1, *x.shape[2:]).sum(2)
+
+
+CUDA = Kernel("cuda", _why_not, _forward, with_lse_gradient(_backward))

@@ -1,0 +1,142 @@
+"""Attention in plain tensor operations: any device and dtype, masks, dropout, non-finite values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .contract import How, Kernel, Request
+
+MAX_SCORES = 2**21  # elements of a score block; more blocks instead of more memory
+
+
+def _why_not(_request: Request) -> str | None:
+    return None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    grouped = _group(q, k)
+    out, lse = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:3], dtype=_compute_dtype(q))
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)
+    noise = _generator(how, q.device)
+    for units, rows in _blocks(grouped, keys):
+        hidden = _hidden(how, units, rows, k)
+        scores = _scores(grouped[units, :, rows], keys[units], how.scale, hidden)
+        block_lse = torch.logsumexp(scores, -1)
+        # An empty row has lse -inf; a finite stand-in keeps exp(-inf - lse) at 0 there.
+        probs = torch.exp(scores - block_lse.clamp_min(torch.finfo(scores.dtype).min).unsqueeze(-1))
+        probs = probs if noise is None or how.dropout is None else probs * _keep(probs, how.dropout.p, noise)
+        out[units, :, rows] = _weighted_sum(probs, values[units], hidden).to(q.dtype)
+        lse[units, :, rows] = block_lse
+    return out.view(q.shape), lse.view(q.shape[:3])
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    how: How,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grouped, keys, values = _group(q, k), k.flatten(0, 1), v.flatten(0, 1)
+    compute = _compute_dtype(q)
+    lse, grad_out, out = (x.reshape(grouped.shape[: x.dim()]) for x in (lse, grad_out, out))
+    dq = torch.empty_like(grouped)
+    dk, dv = torch.zeros_like(keys, dtype=compute), torch.zeros_like(values, dtype=compute)
+    noise = _generator(how, q.device)
+    for units, rows in _blocks(grouped, keys):
+        hidden = _hidden(how, units, rows, k)
+        queries, key, value = (
+            grouped[units, :, rows].to(compute),
+            keys[units].to(compute),
+            values[units].to(compute),
+        )
+        grad = grad_out[units, :, rows].to(compute)
+        probs = torch.exp(_scores(queries, key, how.scale, hidden) - lse[units, :, rows].unsqueeze(-1))
+        d_probs = grad @ value.unsqueeze(1).transpose(-1, -2)
+        used = probs
+        if noise is not None and how.dropout is not None:
+            keep = _keep(probs, how.dropout.p, noise)
+            used, d_probs = probs * keep, d_probs * keep
+        delta = (grad * out[units, :, rows].to(compute)).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse.reshape(lse.shape)[units, :, rows].unsqueeze(-1)
+        d_scores = probs * (d_probs - delta) * how.scale
+        if hidden is not None:
+            d_scores.masked_fill_(hidden, 0.0)
+        dq[units, :, rows] = (d_scores @ key.unsqueeze(1)).to(q.dtype)
+        dk[units] += (d_scores.transpose(-1, -2) @ queries).sum(1)
+        dv[units] += (used.transpose(-1, -2) @ grad).sum(1)
+    return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _group(q: Tensor, k: Tensor) -> Tensor:
+    """(B, H, N, d) -> (B x H_kv, group, N, d): the query heads that share a key head side by side."""
+    return q.reshape(k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], q.shape[2], q.shape[3])
+
+
+def _blocks(grouped: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
+    units, group, rows, _ = grouped.shape
+    per_row = group * keys.shape[1]
+    rows_fit = min(rows, max(1, MAX_SCORES // per_row))
+    units_fit = max(1, MAX_SCORES // (per_row * rows_fit))
+    for unit in range(0, units, units_fit):
+        for row in range(0, rows, rows_fit):
+            yield slice(unit, min(unit + units_fit, units)), slice(row, min(row + rows_fit, rows))
+
+
+def _hidden(how: How, units: slice, rows: slice, k: Tensor) -> Tensor | None:
+    """True where a score is out of sight, broadcastable to (units, group, rows, keys)."""
+    hidden = None
+    if how.mask is not None:
+        hidden = ~how.mask.flatten(0, 1)[units, None, None, :]
+    if how.is_causal:
+        index = torch.arange(k.shape[2], device=k.device)
+        later = index > index[rows, None]
+        hidden = later if hidden is None else hidden | later
+    return hidden
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+    compute = _compute_dtype(q)
+    scores = (q.to(compute) @ k.to(compute).unsqueeze(1).transpose(-1, -2)) * scale
+    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
+
+
+def _weighted_sum(probs: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    """probs @ v, in which a non-finite value reaches only the rows that see it (0 x NaN would reach all)."""
+    values = v.to(probs.dtype).unsqueeze(1)
+    if hidden is None or bool(torch.isfinite(values).all()):
+        return probs @ values
+    seen = (~hidden).to(probs.dtype).expand(probs.shape)
+    total = probs @ torch.where(torch.isfinite(values), values, 0.0)
+    for bad, where in (
+        (math.inf, values == math.inf),
+        (-math.inf, values == -math.inf),
+        (math.nan, values.isnan()),
+    ):
+        total = total + torch.where(seen @ where.to(probs.dtype) > 0, bad, 0.0)
+    return total
+
+
+def _generator(how: How, device: torch.device) -> torch.Generator | None:
+    return None if how.dropout is None else torch.Generator(device).manual_seed(how.dropout.seed)
+
+
+def _keep(probs: Tensor, p: float, noise: torch.Generator) -> Tensor:
+    """A 0-or-1/(1-p) factor of each probability."""
+    kept = torch.rand(probs.shape, generator=noise, device=probs.device, dtype=probs.dtype) >= p
+    return kept.to(probs.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+EAGER = Kernel("eager", _why_not, _forward, _backward)

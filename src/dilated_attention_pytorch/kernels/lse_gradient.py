@@ -1,0 +1,41 @@
+"""The gradient through lse, for fused backward ops that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .contract import Backward, How
+
+# (grad_out, q, k, v, out, lse, how) -> (dq, dk, dv)
+OpBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor, Tensor]]
+
+
+def with_lse_gradient(op_backward: OpBackward) -> Backward:
+    """Adds the `grad_lse` argument of the kernel contract to a backward that lacks it.
+
+    Such an op computes dS = P * (grad_out v^T - rowsum(grad_out * out)). With v = 0, out = (-1, 0, ...) and
+    grad_out = (grad_lse, 0, ...) that is P * grad_lse: exactly the missing part, for one more call.
+    """
+
+    def backward(
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        how: How,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = op_backward(grad_out, q, k, v, out, lse, how)
+        if grad_lse is not None:
+            grad, minus_one = torch.zeros_like(q), torch.zeros_like(q)
+            grad[..., 0], minus_one[..., 0] = grad_lse, -1.0
+            dq_lse, dk_lse, _ = op_backward(grad, q, k, torch.zeros_like(v), minus_one, lse, how)
+            dq, dk = dq + dq_lse, dk + dk_lse
+        return dq, dk, dv
+
+    return backward

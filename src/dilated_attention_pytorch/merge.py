@@ -1,0 +1,27 @@
+"""Partial attentions (out, lse) over disjoint sets of keys become one softmax, in place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor, *, maybe_empty: bool) -> None:
+    """Merges a partial into `out` (..., d) and `lse` (...), both in accumulation precision.
+
+    Equals `out = (exp(lse) out + exp(lse_part) out_part) / (exp(lse) + exp(lse_part))` without overflow.
+    With `maybe_empty`, a row may be empty (lse -inf) on both sides and then stays as it is.
+    """
+    weight = torch.sigmoid(lse_part - lse)
+    if maybe_empty:
+        weight.masked_fill_(lse_part == -math.inf, 0.0)
+    out.lerp_(out_part.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, lse_part, out=lse)
+
+
+def add_null_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The partial as if `count` more keys of logit 0 and value 0 had been there."""
+    joint = torch.logaddexp(lse, lse.new_tensor(math.log(count)))
+    return out * torch.exp(lse - joint).unsqueeze(-1).to(out.dtype), joint

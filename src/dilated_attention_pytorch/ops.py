@@ -1,0 +1,207 @@
+"""The custom ops behind dilated attention, forward and backward, known to autograd and compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import engine
+from .kernels import Request, choose_kernel
+from .plan import Plan, Shape, plan_dilated
+from .plan.dilated import Pass
+from .spec import DilatedSpec
+
+_make_spec = lru_cache(maxsize=256)(DilatedSpec)
+
+
+@torch.library.custom_op("dilated_attention_pytorch::dilated_attention", mutates_args=())
+def dilated_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    head_mixing: str,
+    head_offsets: str,
+    tail: str,
+    detach_mixing: bool,
+    kernel: str,
+    workspace_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) and lse (b, h, n); the arguments are those of `functional.dilated_attention`."""
+    options = (segment_lengths, dilation_rates, is_causal, scale, dropout_p)
+    spec = _spec(*options, head_mixing, head_offsets, tail, detach_mixing)
+    # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
+    plan = _plan(spec, "backward" if dropout_p else "forward", q, k, cu_seqlens, workspace_bytes)
+    return engine.forward(plan, _inputs(spec, q, k, v, key_mask, seed, kernel))
+
+
+@torch.library.custom_op("dilated_attention_pytorch::dilated_attention_backward", mutates_args=())
+def dilated_attention_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    head_mixing: str,
+    head_offsets: str,
+    tail: str,
+    detach_mixing: bool,
+    kernel: str,
+    workspace_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the forward's results and the gradients of its outputs."""
+    options = (segment_lengths, dilation_rates, is_causal, scale, dropout_p)
+    spec = _spec(*options, head_mixing, head_offsets, tail, detach_mixing)
+    plan = _plan(spec, "backward", q, k, cu_seqlens, workspace_bytes)
+    inputs = _inputs(spec, q, k, v, key_mask, seed, kernel)
+    return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
+
+
+def _spec(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *options: Any) -> DilatedSpec:
+    return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *options)
+
+
+def _plan(
+    spec: DilatedSpec, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, workspace_bytes: int
+) -> Plan:
+    b, n, h, d = q.shape
+    return plan_dilated(
+        spec,
+        Shape(b, n, h, k.shape[2], d),
+        itemsize=q.element_size(),
+        direction=direction,
+        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
+        workspace_bytes=workspace_bytes,
+    )
+
+
+def document_bounds(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    bounds = tuple(cu_seqlens.tolist())
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != n:
+        raise ValueError(f"cu_seqlens must run from 0 to the sequence length {n}, got {_short(bounds)}")
+    if any(following < bound for bound, following in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must not decrease, got {_short(bounds)}")
+    return bounds
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"
+
+
+def _inputs(
+    spec: DilatedSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    kernel: str,
+) -> engine.Inputs:
+    request = Request(q.device, q.dtype, q.shape[-1], key_mask is not None, spec.dropout_p > 0)
+    assert spec.scale is not None  # the public door fills it in
+    drawn = 0 if seed is None else int(seed.item())
+    chosen = choose_kernel(request, kernel)
+    return engine.Inputs(q, k, v, key_mask, spec.scale, spec.dropout_p, drawn, chosen, engine.Workspace())
+
+
+@dilated_attention_op.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, n, h, _d = q.shape
+    out = q.new_empty(q.shape)
+    return out, q.new_empty((b, h, n), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@dilated_attention_backward_op.register_fake
+def _(
+    _grad_out: Tensor,
+    _grad_lse: Tensor | None,
+    _out: Tensor,
+    _lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, key_mask, cu_seqlens, seed, *options = inputs
+    ctx.save_for_backward(q, k, v, key_mask, cu_seqlens, seed, *output)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, key_mask, cu_seqlens, seed, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * (6 + len(ctx.options))
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    tensors = (grad_out, grad_lse, out, lse, q, k, v, key_mask, cu_seqlens, seed)
+    dq, dk, dv = dilated_attention_backward_op(*tensors, *ctx.options)
+    return dq, dk, dv, *(None,) * (3 + len(ctx.options))
+
+
+dilated_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def _flops(
+    matmuls: int, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, *options: Any
+) -> int:
+    spec, workspace_bytes = _spec(*options[:-2]), options[-1]
+    return 2 * matmuls * q.shape[-1] * _plan(spec, direction, q, k, cu_seqlens, workspace_bytes).num_pairs
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention, get_raw=True)
+def _(
+    q: Tensor,
+    k: Tensor,
+    _v: Tensor,
+    _mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    _seed: Tensor | None,
+    *options: Any,
+    **_: Any,
+) -> int:
+    return _flops(2, "forward", q, k, cu_seqlens, *options)
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention_backward, get_raw=True)
+def _(
+    _grad_out: Tensor,
+    _grad_lse: Tensor | None,
+    _out: Tensor,
+    _lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    _v: Tensor,
+    _mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    _seed: Tensor | None,
+    *options: Any,
+    **_: Any,
+) -> int:
+    return _flops(5, "backward", q, k, cu_seqlens, *options)

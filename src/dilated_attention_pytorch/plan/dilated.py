@@ -1,0 +1,293 @@
+"""WHICH rows meet: a spec and a shape become panels of tiles that fit a workspace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from ..spec import DilatedSpec
+from .heads import Head, HeadBox, branch_heads, even_parts, fold_heads
+from .tiles import Origin, Tile
+
+MAX_GRID = 65535  # CUDA launches fail beyond this many batches or heads
+MAX_ROWS = 32768  # the CUDA memory-efficient kernel is reported wrong beyond 65536 rows
+DEFAULT_WORKSPACE_BYTES = 32 * 2**20
+
+Pass = Literal["forward", "backward"]
+
+
+class Shape(NamedTuple):
+    """Sizes of a call: q is (b, n, h, d), k and v are (b, n, h_kv, d)."""
+
+    b: int
+    n: int
+    h: int
+    h_kv: int
+    d: int
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A block of the output that is accumulated together: [origin, origin + sizes) and its tiles."""
+
+    origin: Origin  # batch, time, query head
+    batch: int
+    time: int
+    heads: int
+    kv_first: int
+    kv_heads: int
+    tiles: tuple[Tile, ...]
+
+    @property
+    def kv_origin(self) -> Origin:
+        return self.origin[0], self.origin[1], self.kv_first
+
+    def query_block(self, x: Tensor) -> Tensor:
+        """The panel's part of a tensor (b, n, h, ...)."""
+        b, t, h = self.origin
+        return x[b : b + self.batch, t : t + self.time, h : h + self.heads]
+
+    def key_block(self, x: Tensor) -> Tensor:
+        """The panel's part of a tensor (b, n, h_kv, ...)."""
+        b, t, h = self.kv_origin
+        return x[b : b + self.batch, t : t + self.time, h : h + self.kv_heads]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine pass needs besides the tensors. Plain data; `print(plan)` shows it."""
+
+    spec: DilatedSpec
+    shape: Shape
+    panels: tuple[Panel, ...]
+    covered: bool  # the first tiles write every position, so nothing needs initial values
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        return tuple(tile for panel in self.panels for tile in panel.tiles)
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
+        return sum(tile.num_pairs for tile in self.tiles)
+
+    def __str__(self) -> str:
+        lines = [f"{self.spec}", f"{self.shape}: {len(self.panels)} panel(s), {len(self.tiles)} tile(s)"]
+        for panel in self.panels:
+            b, t, h = panel.origin
+            lines.append(f"panel batch {b}+{panel.batch}  time {t}+{panel.time}  heads {h}+{panel.heads}")
+            lines += [f"  {tile}" for tile in panel.tiles]
+        return "\n".join(lines)
+
+
+class _Segments(NamedTuple):
+    """`num` segments of `length` positions, `period` apart; `window` is the clamped segment length."""
+
+    start: int
+    num: int
+    period: int
+    length: int
+    window: int
+
+
+class _Costs(NamedTuple):
+    """Bytes of workspace per element of a query row and of a key row, and the budget of a tile."""
+
+    query: int
+    key: int
+    budget: int
+
+
+@lru_cache(maxsize=256)
+def plan_dilated(
+    spec: DilatedSpec,
+    shape: Shape,
+    *,
+    itemsize: int,
+    direction: Pass = "forward",
+    docs: tuple[int, ...] | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+) -> Plan:
+    """The tiles of a call, cut so that packed copies (and accumulators) fit `workspace_bytes`.
+
+    `docs` are the boundaries `(0, ..., n)` of packed documents. Element sizes below 4 bytes accumulate in
+    float32 panels, which take half of the workspace. A panel is never smaller than one key/value head over
+    the shortest span that cuts no segment; only there may the workspace be exceeded.
+    """
+    bounds = (0, shape.n) if docs is None else docs
+    spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
+    accumulates = itemsize < 4
+    budget = workspace_bytes // 2 if accumulates else workspace_bytes
+    tensors = 2 if direction == "forward" else 4  # packed rows per side: inputs and kernel results
+    casts = 4 if accumulates else 0
+    costs = _Costs(tensors * itemsize + casts, tensors * itemsize + (casts if tensors == 4 else 0), budget)
+    blocks = _panel_blocks(spec, shape, spans, direction, budget if accumulates else None)
+    builder = _TileBuilder(spec, shape, costs)
+    panels = []
+    for batch, num_batch, kv, num_kv, lo, hi in blocks:
+        group = shape.h // shape.h_kv
+        tiles = tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), (lo, hi), spans))
+        origin = (batch, lo, kv * group)
+        panels.append(Panel(origin, num_batch, hi - lo, num_kv * group, kv, num_kv, tiles))
+    return Plan(spec, shape, tuple(panels), builder.covers)
+
+
+def _panel_blocks(
+    spec: DilatedSpec, shape: Shape, spans: list[tuple[int, int]], direction: Pass, budget: int | None
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """(batch, count, kv head, count, time from, time to) of each panel; one panel without a budget."""
+    if budget is None:
+        if shape.b:
+            yield 0, shape.b, 0, shape.h_kv, 0, shape.n
+        return
+    group = shape.h // shape.h_kv
+    per_kv_row = 4 * shape.d * (group if direction == "forward" else group + 2)
+    rows = max(1, budget // (per_kv_row * shape.h_kv))
+    blocks = list(_time_blocks(spec, spans, rows))
+    longest = max(hi - lo for lo, hi in blocks)
+    kv_fit = max(1, min(shape.h_kv, budget // (per_kv_row * longest)))
+    batch_fit = max(1, budget // (per_kv_row * longest * shape.h_kv))
+    for batch, num_batch in even_parts(shape.b, batch_fit) if shape.b else ():
+        for kv, num_kv in even_parts(shape.h_kv, kv_fit):
+            for lo, hi in blocks:
+                yield batch, num_batch, kv, num_kv, lo, hi
+
+
+def _time_blocks(spec: DilatedSpec, spans: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
+    """Spans of time that cut no segment of any branch, of about `rows` positions where that is possible."""
+    start = end = spans[0][0]
+    for lo, hi in spans:
+        period = math.lcm(*(min(w, hi - lo) for w in spec.segment_lengths))
+        length = min(hi - lo, period * max(1, rows // period))
+        for cut in range(lo, hi, length):
+            stop = min(cut + length, hi)
+            if end > start and stop - start > rows:
+                yield start, end
+                start = end
+            end = stop
+    yield start, end
+
+
+class _TileBuilder:
+    """Numbers the tiles of a plan as it makes them."""
+
+    def __init__(self, spec: DilatedSpec, shape: Shape, costs: _Costs) -> None:
+        self.spec, self.shape, self.costs = spec, shape, costs
+        self.heads = [branch_heads(spec, i, shape.h, shape.h_kv) for i in range(len(spec.branches))]
+        # Rate 1 first: it writes every row, which spares initial values and a merge.
+        self.order = sorted(range(len(spec.branches)), key=lambda i: spec.dilation_rates[i] != 1)
+        self.first_for_keys: dict[int, bool] = {}
+        served: set[int] = set()
+        for i in self.order:
+            key_heads = {head.kv for head in self.heads[i]}
+            self.first_for_keys[i] = served.isdisjoint(key_heads)
+            served |= key_heads
+        self.num_tiles = 0
+
+    @property
+    def covers(self) -> bool:
+        """Whether the tiles that write, rather than merge or add, reach every query and key row."""
+        if self.spec.head_mixing == "all":
+            return self.spec.dilation_rates[self.order[0]] == 1
+        serving = [i for i in self.order if self.heads[i]]
+        return all(self.spec.dilation_rates[i] == 1 and self.first_for_keys[i] for i in serving)
+
+    def panel_tiles(
+        self, batch: tuple[int, int], kv: tuple[int, int], time: tuple[int, int], spans: list[tuple[int, int]]
+    ) -> Iterator[Tile]:
+        for branch in self.order:
+            heads = [head for head in self.heads[branch] if kv[0] <= head.kv < kv[0] + kv[1]]
+            for segments in _branch_segments(self.spec.segment_lengths[branch], time, spans):
+                yield from self._segment_tiles(branch, batch, segments, heads)
+
+    def _segment_tiles(
+        self, branch: int, batch: tuple[int, int], segments: _Segments, heads: list[Head]
+    ) -> Iterator[Tile]:
+        rate = self.spec.dilation_rates[branch]
+        by_rows: dict[int, list[Head]] = {}
+        for head in heads:
+            by_rows.setdefault(-(-(segments.length - head.row) // rate), []).append(head)
+        for rows, same in by_rows.items():
+            if rows > 0:
+                for box in fold_heads(same):
+                    yield from self._box_tiles(branch, batch, segments, rows, box)
+
+    def _box_tiles(
+        self, branch: int, batch: tuple[int, int], segments: _Segments, rows: int, box: HeadBox
+    ) -> Iterator[Tile]:
+        d, (q_cost, k_cost, budget) = self.shape.d, self.costs
+        row_bytes = d * (box.group * q_cost + k_cost)
+        pieces = list(even_parts(rows, max(1, min(MAX_ROWS, budget // row_bytes))))
+        units_fit = max(1, budget // (row_bytes * pieces[0][1]))
+        boxes = list(box.split(min(units_fit, max(1, MAX_GRID // box.group))))
+        segments_fit = min(segments.num, MAX_GRID, max(1, units_fit // boxes[0].num_units))
+        batch_fit = 1
+        if segments_fit == segments.num:
+            batch_fit = max(1, min(MAX_GRID, units_fit // boxes[0].num_units) // segments_fit)
+        for b, num_b in even_parts(batch[1], batch_fit):
+            for s, num_s in even_parts(segments.num, segments_fit):
+                start = segments.start + s * segments.period
+                for part in boxes:
+                    where = (batch[0] + b, num_b, start, num_s, segments.period)
+                    yield from self._row_tiles(branch, where, part, rows, pieces, segments.window)
+
+    def _row_tiles(
+        self,
+        branch: int,
+        where: tuple[int, int, int, int, int],
+        box: HeadBox,
+        rows: int,
+        pieces: list[tuple[int, int]],
+        window: int,
+    ) -> Iterator[Tile]:
+        """All (query piece, key piece) rectangles; under is_causal those at and below the diagonal."""
+        spec, rate = self.spec, self.spec.dilation_rates[branch]
+        phantom = -(-window // rate) - rows if spec.tail == "phantom" and not spec.is_causal else 0
+        for i, queries in enumerate(pieces):
+            for j, keys in enumerate(pieces[: i + 1] if spec.is_causal else pieces):
+                diagonal = spec.is_causal and i == j
+                yield Tile(
+                    self.num_tiles,
+                    branch,
+                    *where,
+                    rate,
+                    box,
+                    *queries,
+                    *keys,
+                    is_causal=diagonal,
+                    phantom=phantom if j == 0 else 0,
+                    first_for_queries=spec.head_mixing == "grouped" or branch == self.order[0],
+                    first_for_keys=self.first_for_keys[branch],
+                    opens_queries=j == 0,
+                    opens_keys=diagonal if spec.is_causal else i == 0,
+                )
+                self.num_tiles += 1
+
+
+def _branch_segments(window: int, time: tuple[int, int], spans: list[tuple[int, int]]) -> list[_Segments]:
+    """The segments of a branch inside a panel's time, equal neighbours (also across documents) together."""
+    groups: list[_Segments] = []
+    for span_lo, span_hi in spans:
+        lo, hi = max(span_lo, time[0]), min(span_hi, time[1])
+        if hi <= lo:
+            continue
+        clamped = min(window, span_hi - span_lo)
+        full, rest = divmod(hi - lo, clamped)
+        for new in (
+            _Segments(lo, full, clamped, clamped, clamped),
+            _Segments(lo + full * clamped, 1, clamped, rest, clamped),
+        ):
+            last = groups[-1] if groups else None
+            if not new.num or not new.length:
+                continue
+            if last and last[2:] == new[2:] and new.start == last.start + last.num * last.period:
+                groups[-1] = last._replace(num=last.num + new.num)
+            else:
+                groups.append(new)
+    return groups

@@ -1,0 +1,110 @@
+"""The command lines, end to end: the quick suite, rendering, refusals, and the demo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilated_attention_pytorch import functional
+from dilated_attention_pytorch.bench import __main__ as bench
+from dilated_attention_pytorch.bench import demo, demo_checks
+from dilated_attention_pytorch.bench.cases import SUITES
+from dilated_attention_pytorch.bench.record import BEGIN, END, from_json
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{BEGIN}\n{END}\n\nThe end.\n")
+    return page
+
+
+def test_quick_suite_end_to_end(tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, markdown = tmp_path / "record.json", tmp_path / "table.md"
+    files = ["--out", str(out), "--markdown", str(markdown)]
+    assert bench.main(["quick", "--repeats", "2", *files]) == 0
+    table, progress = capsys.readouterr()
+    record = from_json(out.read_text())
+    assert [result.case for result in record.results] == list(SUITES["quick"])
+    assert all(result.error is not None and result.error < 2e-5 for result in record.results)
+    assert markdown.read_text() == table
+    assert all(case.name in table and case.name in progress for case in SUITES["quick"])
+
+    assert bench.main(["--render", str(out), "--update", str(page)]) == 0
+    assert capsys.readouterr().out == table
+    text = page.read_text()
+    assert table.strip() in text
+    assert text.startswith("# Page")
+    assert text.endswith("The end.\n")
+
+
+def test_list_names_all_suites_and_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(case.name in text for cases in SUITES.values() for case in cases)
+    assert "[targets: 9.5 GiB, time 1.15]" in text
+
+
+def test_missed_target_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = json.loads(json.dumps({"target": 1e-9}))
+    first = SUITES["quick"][0]
+    monkeypatch.setitem(bench.SUITES, "quick", (type(first)(**{**vars(first), **case}),))
+    assert bench.main(["quick", "--repeats", "1"]) == 0
+    assert "not met" in capsys.readouterr().out
+
+
+def test_wrong_answer_fails_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = functional.dilated_attention
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, lse = right(*args, **kwargs)
+        return out + 1e-3, lse
+
+    monkeypatch.setattr(functional, "dilated_attention", wrong)
+    record = tmp_path / "record.json"
+    assert bench.main(["quick", "--out", str(record)]) == 1
+    captured = capsys.readouterr()
+    assert "wrong answer: quick forward" in captured.err
+    assert captured.out == ""
+    assert not record.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unheard-of"], "no suite unheard-of"),
+        (["quick", "--repeats", "0"], "--repeats must be at least 1"),
+        (["quick", "--out", "no/such/place.json"], "there is no directory"),
+        (["quick", "--update", "no-such-page.md"], "no-such-page.md"),
+        (["quick", "--render", "record.json"], "name no suites with it"),
+        (["--render", "no-such-record.json"], "no-such-record.json"),
+    ],
+)
+def test_usage_errors_come_before_measuring(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "run_case", lambda *_: pytest.fail("measured in spite of a usage error"))
+    with pytest.raises(SystemExit) as error:
+        bench.main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_demo_runs_with_a_tiny_budget() -> None:
+    ignored = "ignore:Failed to initialize NumPy:UserWarning"  # torch's remark, not ours
+    command = [sys.executable, "-W", "error", "-W", ignored, "-m", demo.__name__, "--seconds", "0.05"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count(" ok\n") == len(demo_checks.CONFIGURATIONS) + 1
+    assert "1,024" in result.stdout
+    assert "At 1,024 tokens dense attention took" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -1,0 +1,104 @@
+"""The record round-trips, its figures follow from what was measured, and it renders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
+from dilated_attention_pytorch.bench.record import (
+    BEGIN,
+    END,
+    Record,
+    from_json,
+    make_result,
+    replace_between_markers,
+    to_json,
+    to_markdown,
+)
+
+CONFIG = Config(4, 8, (16, 40), (1, 2))
+TIME = make_result(
+    TimeCase("timed", CONFIG, ((1, 64),), target=1.4),
+    3,
+    1e-7,
+    {"bare": (2.0, 4.0, 3.0), "dilated": (3.0, 8.0, 6.0)},
+    {"flops": 6 * 10**9},
+)
+MEMORY = make_result(
+    MemoryCase("held", CONFIG, 64, target=1.25), 1, 1e-7, {}, {"peak_extra": 6 * 2**20, "results": 5 * 2**20}
+)
+LONG = make_result(
+    LongCase("long", CONFIG, 640, 64, memory_target=2**31, time_target=1.15),
+    2,
+    1e-7,
+    {"base": (10.0, 11.0), "long": (11.0, 12.0)},
+    {"peak_total": 3 * 2**30},
+)
+UNMEASURED = make_result(MemoryCase("elsewhere", CONFIG, 64, target=1.25), 1, 1e-7, {}, {}, "no /proc here")
+RECORD = Record(
+    {"version": "1.2.3", "commit": "0123456789abcdef", "changed": True},
+    {"cpu": "Some CPU", "cores": 2, "threads": 2, "torch": "9.9", "os": "Linux", "memory_bytes": None},
+    (TIME, MEMORY, UNMEASURED, LONG),
+)
+
+
+def test_figures_follow_from_what_was_measured() -> None:
+    minima, medians = TIME.figures
+    assert (minima.value, minima.target, minima.met) == (1.5, 1.4, False)
+    assert (medians.value, medians.met) == (2.0, None)
+    assert (MEMORY.figures[0].value, MEMORY.figures[0].met) == (1.2, True)
+    peak, growth, _ = LONG.figures
+    assert (peak.value, peak.unit, peak.met) == (3 * 2**30, "bytes", False)
+    assert (growth.value, growth.met) == (1.1, True)
+    assert (UNMEASURED.figures[0].value, UNMEASURED.figures[0].met) == (None, None)
+
+
+def test_record_survives_json() -> None:
+    text = to_json(RECORD)
+    assert from_json(text) == RECORD
+    document = json.loads(text)
+    assert document["schema"] == 1
+    assert document["results"][0]["figures"][0]["met"] is False
+
+
+@pytest.mark.parametrize("text", ['{"schema": 0}', "[]", '{"schema": 1, "project": {}}', "nonsense"])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"schema|complete|Expecting"):
+        from_json(text)
+
+
+def test_markdown_shows_figures_targets_and_origin() -> None:
+    text = to_markdown(RECORD)
+    assert "| timed | 2000.0 (3000.0 ± 500.0) | 3000.0 (6000.0 ± 1250.0) | 2 | 1.500 | 2.000 |" in text
+    assert "| 1.400, **not met** |" in text
+    assert "| held | 6.0 | 5.0 | 1.200 | 1.250, met |" in text
+    assert "| elsewhere |  |  | not measured: no /proc here | 1.250 |" in text
+    assert "| long | 3.00 GiB | 2.00 GiB, **not met** | 10.00 s | 11.00 s | 1.100 | 1.150, met |" in text
+    assert "Version 1.2.3, commit 0123456789ab with local changes; float32 on Some CPU, 2 cores" in text
+    assert "- timed: b = 1, n = 64, h = 4, d = 8, branches (16, 1), (40, 2)." in text
+
+
+def test_markdown_comes_from_the_json_alone() -> None:
+    assert to_markdown(from_json(to_json(RECORD))) == to_markdown(RECORD)
+
+
+def test_replace_between_markers_keeps_the_rest_and_is_idempotent() -> None:
+    once = replace_between_markers(f"before\n{BEGIN}\nold\n{END}\nafter\n", "| new |\n")
+    assert once == f"before\n{BEGIN}\n\n| new |\n\n{END}\nafter\n"
+    assert replace_between_markers(once, "| new |") == once
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_replace_between_markers_wants_one_pair(text: str) -> None:
+    with pytest.raises(ValueError, match="the text must hold one"):
+        replace_between_markers(text, "table")
+
+
+def test_facts_fit_a_record() -> None:
+    record = Record(project_facts(), machine_facts(), ())
+    assert from_json(to_json(record)) == record
+    assert set(record.project) == {"version", "commit", "changed"}
+    assert isinstance(record.machine["threads"], int)

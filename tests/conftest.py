@@ -1,0 +1,30 @@
+"""Settings of the whole test run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Reproducible by default; HYPOTHESIS_PROFILE=search looks for new cases on every run.
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("fixed", derandomize=True, database=None, **_common)
+settings.register_profile("search", **_common)
+# One thread a process: the tests are small, and pytest-xdist runs a process per core.
+torch.set_num_threads(1)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fills every `torch.empty` with NaN, so that reading what was never written cannot go unseen."""
+    torch.manual_seed(0)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

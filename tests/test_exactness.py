@@ -1,0 +1,71 @@
+"""Engine against reference: forward, lse and all gradients, over random configurations."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.configurations import Configuration, configurations
+from support.tolerances import assert_close
+
+
+def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
+    """Compares out, lse, dq, dk and dv with the float64 reference of the same inputs."""
+    branches = (config.segment_lengths, config.dilation_rates)
+    rng = torch.Generator().manual_seed(config.seed + 2)
+    grad_out = torch.randn(config.b, config.n, config.h, config.d, generator=rng, dtype=torch.float64).to(
+        dtype
+    )
+    grad_lse = torch.randn(config.b, config.h, config.n, generator=rng, dtype=torch.float64)
+    if config.seed % 2:  # most callers never touch lse: its gradient then is absent, not zero
+        grad_lse.zero_()
+
+    def run(attention: object, tensors: tuple[Tensor, ...], **options: object) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out, lse = attention(*leaves, *branches, return_lse=True, **config.options(), **options)  # type: ignore[operator]
+        loss = (out * grad_out.to(out.dtype)).sum()
+        if grad_lse.any():
+            loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(grad_lse.to(lse.dtype)).sum()
+        return [out, lse, *torch.autograd.grad(loss, leaves)]
+
+    tensors = config.tensors(dtype)
+    actual = run(dilated_attention, tensors, kernel=kernel, workspace_bytes=config.workspace_bytes)
+    expected = run(dilated_attention_reference, tuple(x.to(torch.float64) for x in tensors))
+    assert actual[0].dtype == dtype
+    assert actual[0].is_contiguous()
+    assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert_close(got, want, dtype, name)
+
+
+@settings(max_examples=300)
+@given(configurations())
+def test_float64(config: Configuration) -> None:
+    check_against_reference(config, torch.float64)
+
+
+@settings(max_examples=300)
+@given(configurations())
+def test_float32(config: Configuration) -> None:
+    check_against_reference(config, torch.float32)
+
+
+@settings(max_examples=80)
+@given(configurations(max_n=200))
+def test_bfloat16(config: Configuration) -> None:
+    check_against_reference(config, torch.bfloat16)
+
+
+@settings(max_examples=80)
+@given(configurations(max_n=200))
+def test_float16(config: Configuration) -> None:
+    check_against_reference(config, torch.float16)
+
+
+@settings(max_examples=80)
+@given(configurations(max_n=200))
+def test_eager_kernel(config: Configuration) -> None:
+    check_against_reference(config, torch.float64, kernel="eager")

@@ -1,0 +1,166 @@
+"""The package as a whole: one-way imports, a quiet import, complete exports, no machine in the text."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PACKAGE = "dilated_attention_pytorch"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / PACKAGE
+
+# Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
+FLOORS = [
+    {"spec"},
+    {"reference", "plan", "kernels", "merge"},
+    {"engine"},
+    {"ops"},
+    {"functional"},
+    {"modules"},
+    {"bench"},
+    {"__init__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported_modules(path: Path, source: str) -> set[str]:
+    """Absolute names of everything imported anywhere in a module, also inside functions and type checking."""
+    parents = (PACKAGE, *path.relative_to(SOURCE).parent.parts)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) + 1 - node.level] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            # `from package import room` names a module in its alias
+            names.update(f"{module}.{alias.name}" if module == PACKAGE else module for alias in node.names)
+    return names
+
+
+def imported_rooms(path: Path, source: str) -> set[str]:
+    """Rooms of this package that a module imports; `__init__` stands for names of the package root."""
+    rooms = set()
+    for name in imported_modules(path, source):
+        first, _, rest = name.partition(".")
+        if first == PACKAGE:
+            room = rest.partition(".")[0]
+            rooms.add(room if room in FLOOR else "__init__")
+    return rooms
+
+
+def misplaced_imports(path: Path, source: str) -> set[str]:
+    room = room_of(path)
+    if room == "__init__":
+        return set()
+    below = {other for other in FLOOR if FLOOR[other] < FLOOR[room]}
+    if room != "bench":
+        below.discard("reference")  # an oracle that the engine called would prove nothing
+    return imported_rooms(path, source) - below - {room}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_one_way(path: Path) -> None:
+    source = path.read_text()
+    assert room_of(path) in FLOOR, f"{path.name} is in no room: give it a floor in FLOORS"
+    assert not misplaced_imports(path, source)
+    outside = {name.partition(".")[0] for name in imported_modules(path, source)} - {PACKAGE, "torch"}
+    optional = {"rich"} if room_of(path) == "bench" else set()
+    assert outside <= sys.stdlib_module_names | optional
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "misplaced"),
+    [
+        ("spec.py", "from .plan import dilated", {"plan"}),
+        ("plan/dilated.py", "from ..spec import DilatedSpec\nfrom .tiles import Tile", set()),
+        ("plan/dilated.py", "def f():\n    from .. import functional", {"functional"}),
+        ("merge.py", f"import {PACKAGE}.kernels.eager", {"kernels"}),
+        ("functional.py", "from .reference import dilated_attention_reference", {"reference"}),
+        ("functional.py", f"from {PACKAGE} import DilatedAttention", {"__init__"}),
+        ("bench/cases.py", "from ..reference import dilated_attention_reference", set()),
+        ("__init__.py", "from .functional import dilated_attention", set()),
+    ],
+)
+def test_import_rule_sees_a_breach(module: str, source: str, misplaced: set[str]) -> None:
+    assert misplaced_imports(SOURCE / module, source) == misplaced
+
+
+def assert_runs_silently(code: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout + result.stderr == ""
+
+
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "transformers", "triton")
+
+
+def test_import_needs_torch_alone_and_is_silent() -> None:
+    # None in sys.modules makes an import fail as if the package were not installed.
+    assert_runs_silently(f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL})); import {PACKAGE}")
+
+
+def test_import_loads_nothing_optional_and_changes_no_setting() -> None:
+    assert_runs_silently(
+        f"""
+import logging, sys, warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+import torch
+
+def settings():
+    return dict(
+        dtype=torch.get_default_dtype(),
+        device=torch.get_default_device(),
+        threads=(torch.get_num_threads(), torch.get_num_interop_threads()),
+        grad=torch.is_grad_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        random=torch.get_rng_state().tolist(),
+        warnings=list(warnings.filters),
+        log=(logging.root.level, list(logging.root.handlers)),
+    )
+
+before, loaded = settings(), set(sys.modules)
+import {PACKAGE}
+after = settings()
+assert before == after, [name for name in before if before[name] != after[name]]
+optional = (set(sys.modules) - loaded) & set({OPTIONAL})
+assert not optional, optional
+"""
+    )
+
+
+def test_all_is_what_the_package_offers() -> None:
+    package = import_module(PACKAGE)
+    exported = package.__all__
+    assert len(set(exported)) == len(exported)
+    public = {
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+    # Dunders such as __version__ may be exported as well; the order is the linter's business.
+    assert {name for name in exported if not name.startswith("_")} == public
+    assert all(hasattr(package, name) for name in exported)
+
+
+def texts() -> list[Path]:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *MODULES]
+    return sorted(pages)
+
+
+@pytest.mark.parametrize("path", texts(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("place", ["/work/", "/root/", "/tmp/", "/home/"])
+def test_text_names_no_place_of_a_machine(path: Path, place: str) -> None:
+    assert place not in path.read_text()
