@@ -1,10 +1,15 @@
 """Attention over sequences too long for dense attention: exact dilated attention for PyTorch."""
 
-from .attention_maps import attention_rows
-from .functional import dilated_attention
-from .modules import DilatedAttention
-from .plan import Plan, plan_dilated
-from .spec import DilatedSpec
+import warnings
+
+with warnings.catch_warnings():
+    # torch warns when it is imported without NumPy, which nothing here needs.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    from .attention_maps import attention_rows
+    from .functional import dilated_attention
+    from .modules import DilatedAttention
+    from .plan import Plan, plan_dilated
+    from .spec import DilatedSpec
 
 __all__ = ["DilatedAttention", "DilatedSpec", "Plan", "attention_rows", "dilated_attention", "plan_dilated"]
 __version__ = "0.1.0"

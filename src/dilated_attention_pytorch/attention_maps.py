@@ -34,7 +34,8 @@ def attention_rows(
     q is (b, n, h, d) and k (b, n, h_kv, d); the options are those of `dilated_attention`, so that
     `attention_rows(...) @ v` equals its rows. A key that several branches reach holds the sum of its shares.
     Rows that no branch selects are zero; with tail="phantom" rows may sum to less than 1. The result is in
-    float32 (float64 for float64), differentiable, and the only large tensor: choose few rows of a long sequence.
+    float32 (float64 for float64), differentiable, and the only large tensor: choose few rows of long
+    sequences.
     """
     spec = DilatedSpec(
         segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples

@@ -72,7 +72,7 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # an int: torch.compile makes a symbol of a float default, and compiles twice
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     head_mixing: HeadMixing = "all",
@@ -97,7 +97,7 @@ def dilated_attention(
         segment_lengths, dilation_rates: one entry a branch; any length n >= 1 is exact.
         is_causal: a query sees only keys at or before its position.
         scale: factor of the scores, 1 / sqrt(d) by default.
-        dropout_p: drops attention probabilities, always when > 0: pass 0 in evaluation.
+        dropout_p: drops attention probabilities, whenever > 0: pass 0 in evaluation.
         key_mask: (b, n) bool, True where a key may be attended.
         cu_seqlens: (documents + 1,) int32 or int64 boundaries of documents packed into b == 1;
             segments restart at each document.
@@ -108,7 +108,8 @@ def dilated_attention(
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
-        float64). A query that no branch selects, or that sees no key, gives zeros, lse -inf and zero gradients.
+        float64). A query that no branch selects, or that sees no key, gives zeros, lse -inf and zero
+        gradients.
 
     Under autocast the inputs are cast like those of `scaled_dot_product_attention`. There is no second
     derivative.
@@ -126,10 +127,7 @@ def dilated_attention(
     )
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, key_mask, cu_seqlens)
-    if kernel not in KERNEL_NAMES:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_NAMES))}, got {kernel!r}")
-    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
-        raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
+    check_execution(kernel, workspace_bytes)
     out, lse = dilated_attention_op(
         q,
         k,
@@ -155,14 +153,26 @@ def dilated_attention(
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast casts for scaled_dot_product_attention: floating point except float64."""
     tensors = (q, k, v)
-    if not all(isinstance(x, Tensor) for x in tensors) or not torch.is_autocast_enabled(q.device.type):
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # for check_inputs to reject
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return q, k, v
 
 
+def check_execution(kernel: str, workspace_bytes: int) -> None:
+    """Validates how to run, as far as that can be known without tensors."""
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_NAMES))}, got {kernel!r}")
+    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
+        raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Validates the tensors of a call, all but the values of cu_seqlens."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,8 @@ def test_list_names_all_suites_and_targets(capsys: pytest.CaptureFixture[str]) -
 def test_missed_target_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = json.loads(json.dumps({"target": 1e-9}))
-    first = SUITES["quick"][0]
-    monkeypatch.setitem(bench.SUITES, "quick", (type(first)(**{**vars(first), **case}),))
+    impossible = replace(SUITES["quick"][0], target=1e-9)
+    monkeypatch.setitem(bench.SUITES, "quick", (impossible,))
     assert bench.main(["quick", "--repeats", "1"]) == 0
     assert "not met" in capsys.readouterr().out
 
@@ -82,6 +81,7 @@ def test_wrong_answer_fails_and_writes_nothing(
     ("arguments", "message"),
     [
         (["unheard-of"], "no suite unheard-of"),
+        (["quick", "--only", "speed of light"], "no case of these suites has 'speed of light'"),
         (["quick", "--repeats", "0"], "--repeats must be at least 1"),
         (["quick", "--out", "no/such/place.json"], "there is no directory"),
         (["quick", "--update", "no-such-page.md"], "no-such-page.md"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import gate, run
 from dilated_attention_pytorch.bench.cases import SUITES, Config, TimeCase
+from dilated_attention_pytorch.bench.child import Measured
 from dilated_attention_pytorch.reference import dilated_attention_reference
 
 CONFIG = Config(4, 8, (16, 40, 64), (1, 2, 4))
@@ -71,7 +72,7 @@ def test_wrong_answers_are_not_timed(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_wrong_answer_in_the_child_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = next(case for case in SUITES["quick"] if case.name == "quick memory")
-    measured = run.measure_in_child.__globals__["Measured"](error=0.5, nbytes={"peak_extra": 1, "results": 1})
+    measured = Measured(error=0.5, nbytes={"peak_extra": 1, "results": 1})
     monkeypatch.setattr(run, "measure_in_child", lambda *_: measured)
     with pytest.raises(gate.WrongAnswerError, match=r"off by 5\.0e-01"):
         run.run_case(memory)

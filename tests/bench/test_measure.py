@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch.bench import candidates, child, measure
 from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
@@ -20,6 +22,23 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class CountPairs(TorchDispatchMode):
+    """Counts the query-key pairs that flash kernels see, and calls of anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_pairs = self.backward_pairs = self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.forward_pairs += args[0].shape[:3].numel() * args[1].shape[2]
+        elif func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.backward_pairs += args[1].shape[:3].numel() * args[2].shape[2]
+        else:
+            self.others += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_candidates_alternate_and_reverse_each_round() -> None:
@@ -66,9 +85,12 @@ def test_arena_cuts_distinct_tensors_and_starts_over_when_full(monkeypatch: pyte
 def test_bare_kernel_does_the_work_of_the_plan(backward: bool) -> None:
     case = TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=backward)
     run = candidates.bare_candidate(case)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with CountPairs() as counter:
         run()
-    assert counter.get_total_flops() == candidates.count_flops(case)
+    assert counter.others == 0
+    forward_pairs, backward_pairs = counter.forward_pairs, counter.backward_pairs
+    assert (backward_pairs > 0) == backward
+    assert 2 * CONFIG.d * (2 * forward_pairs + 5 * backward_pairs) == candidates.count_flops(case)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -40,7 +40,15 @@ LONG = make_result(
 UNMEASURED = make_result(MemoryCase("elsewhere", CONFIG, 64, target=1.25), 1, 1e-7, {}, {}, "no /proc here")
 RECORD = Record(
     {"version": "1.2.3", "commit": "0123456789abcdef", "changed": True},
-    {"cpu": "Some CPU", "cores": 2, "threads": 2, "torch": "9.9", "os": "Linux", "memory_bytes": None},
+    {
+        "cpu": "Some CPU",
+        "cores": 2,
+        "threads": 2,
+        "torch": "9.9",
+        "load": 0.25,
+        "os": "Linux",
+        "memory_bytes": None,
+    },
     (TIME, MEMORY, UNMEASURED, LONG),
 )
 

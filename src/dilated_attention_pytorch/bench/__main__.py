@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.suites if name not in SUITES]
     if unknown:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    suites = [SUITES[name] for name in options.suites or DEFAULT_SUITES]
+    cases = [case for suite in suites for case in suite if options.only in case.name]
+    if not cases:
+        parser.error(f"no case of these suites has {options.only!r} in its name; see --list")
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
     if options.list:
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         _check_places(options)
-        record = from_json(options.render.read_text()) if options.render else _measure(options)
+        record = from_json(options.render.read_text()) if options.render else _measure(cases, options.repeats)
         _publish(record, options)
     except WrongAnswerError as error:
         print(f"wrong answer: {error}", file=sys.stderr)
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     default = ", ".join(DEFAULT_SUITES)
     parser.add_argument("suites", nargs="*", metavar="suite", help=f"what to measure (default: {default})")
     parser.add_argument("--list", action="store_true", help="list suites and cases, measure nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their name")
     parser.add_argument(
         "--repeats", type=int, metavar="N", help="timed rounds, instead of each case's own number"
     )
@@ -93,8 +98,9 @@ def _print_suites() -> None:
 
 def _targets(case: Case) -> str:
     if isinstance(case, LongCase):
-        memory = f"{case.memory_target / 2**30:.1f} GiB" if case.memory_target else "none"
-        return f"  [targets: {memory}, time {case.time_target}]"
+        memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
+        targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]
+        return f"  [targets: {', '.join(targets)}]" if targets else ""
     return "" if case.target is None else f"  [target: {case.target}]"
 
 
@@ -109,14 +115,17 @@ def _check_places(options: argparse.Namespace) -> None:
         replace_between_markers(file.read_text(), "")
 
 
-def _measure(options: argparse.Namespace) -> Record:
-    cases = [case for name in options.suites or DEFAULT_SUITES for case in SUITES[name]]
+def _measure(cases: Sequence[Case], repeats: int | None) -> Record:
+    machine = machine_facts()  # before the measurement itself raises the load
+    load, cores = machine["load"], machine["cores"]
+    if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
+        _say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")
     results = []
     for number, case in enumerate(cases, 1):
-        result = run_case(case, options.repeats, partial(_say, prefix=f"[{number}/{len(cases)}] "))
+        result = run_case(case, repeats, partial(_say, prefix=f"[{number}/{len(cases)}] "))
         _say(_summary(result))
         results.append(result)
-    return Record(project_facts(), machine_facts(), tuple(results))
+    return Record(project_facts(), machine, tuple(results))
 
 
 def _say(text: str, prefix: str = "") -> None:

@@ -121,9 +121,10 @@ def doubling_rows(
         expected = dilated + (dense or 0.0)
         if last.n and expected > left:
             return
-        rounds = max(1, min(9, int(ROUND_SECONDS / expected))) if last.n else 3
+        # One round more than these is run to warm up.
+        rounds = max(1, min(9, int(min(ROUND_SECONDS, left) / expected) - 1)) if last.n else 3
         names = "dilated" if dense is None else "dense and dilated"
-        yield f"{names} attention over {n:,} tokens"
+        yield f"{names}, {n:,} tokens"
         last = measure(n, with_dense=dense is not None, rounds=rounds)
         yield last
         n *= 2

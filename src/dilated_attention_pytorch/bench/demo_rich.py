@@ -21,7 +21,7 @@ from .demo_view import CHECKS_TITLE, HEADINGS, TIMING_TITLE, TITLE, Ladder, cell
 if TYPE_CHECKING:
     from .demo import Row
 
-BAR_WIDTH = 12
+BAR_WIDTH = 10
 
 
 class RichView:
@@ -32,13 +32,10 @@ class RichView:
         self.console = console or Console(highlight=False)
         self.rows: tuple[Row, ...] = ()
         self.live: Live | None = None
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(None),
-            TextColumn("{task.fields[time]}"),
-        )
-        self.progress = Progress(*columns, console=self.console, expand=True)
+        # The line ends short of the terminal's edge, so that the ^C a terminal echoes does not wrap it.
+        bar, spent = BarColumn(24), TextColumn("{task.fields[time]}")
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), bar, spent)
+        self.progress = Progress(*columns, console=self.console)
         self.task = self.progress.add_task("", total=budget, time="")
         self.start = time.perf_counter()
 
@@ -59,7 +56,7 @@ class RichView:
     def timing(self, ladder: Ladder) -> Iterator[None]:
         self.console.print()
         self.console.print(Text(TIMING_TITLE, style="bold cyan"))
-        self.console.print(Padding(Text(explain_branches(ladder), style="dim"), (0, 3)))
+        self.console.print(Padding(Text(explain_branches(ladder), style="dim"), (0, 3, 1, 3)))
         self.start = time.perf_counter()
         with Live(self.progress, console=self.console, refresh_per_second=8) as live:
             self.live = live
@@ -83,19 +80,19 @@ class RichView:
         self.progress.update(self.task, completed=min(elapsed, self.budget), time=shown)
 
     def show_end(self, sentence: str) -> None:
+        self.console.print()
         self.console.print(Text(sentence, style="bold"))
         self.console.print()
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for heading in (*HEADINGS[:4], "", *HEADINGS[4:]):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     best = max((row.speedup or 0.0 for row in rows), default=0.0)
     for row in rows:
         tokens, dense, dilated, speedup, share, rate = cells(row)
-        bar = "━" * round(BAR_WIDTH * row.speedup / best) if row.speedup and best else ""
+        bar = "━" * round(BAR_WIDTH * row.speedup / best) if row.speedup else ""
         styled = [Text(tokens, "bold"), Text(dense, "red"), Text(dilated, "green"), Text(speedup, "bold")]
-        table.add_row(*styled, share, rate, Text(bar, "green"))
+        table.add_row(*styled, Text(bar.ljust(BAR_WIDTH), "green"), share, rate)
     return table

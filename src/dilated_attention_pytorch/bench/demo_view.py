@@ -16,7 +16,7 @@ WIDTH = 78
 TITLE = "dilated attention: exact, and its cost grows with length, not with its square"
 CHECKS_TITLE = f"1. Exactness: largest difference from the definition (float64, limit {TOLERANCE:.0e})"
 TIMING_TITLE = "2. Time: causal attention, one forward call, fastest of several"
-HEADINGS = ("tokens", "dense ms", "dilated ms", "speed-up", "pairs", "dilated tokens/s")
+HEADINGS = ("tokens", "dense ms", "dilated ms", "speed-up", "pairs", "dilated tok/s")
 
 Ladder = Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -46,7 +46,7 @@ def explain_branches(ladder: Ladder) -> str:
     return (
         f"Branches, as segment length / dilation rate: {steps} and so on until one spans the sequence. "
         "Each reaches four times as far as the one before, at four times the spacing and a quarter of "
-        "the cost."
+        "the cost. A dash stands for dense attention that would take too long."
     )
 
 
@@ -97,7 +97,7 @@ class PlainView:
 
     @staticmethod
     def _line(texts: Sequence[str]) -> str:
-        return "".join(f"{text:>{width}}" for text, width in zip(texts, (12, 12, 12, 11, 9, 19), strict=True))
+        return "".join(f"{text:>{width}}" for text, width in zip(texts, (12, 12, 12, 11, 9, 16), strict=True))
 
     @staticmethod
     def _print(*lines: str) -> None:

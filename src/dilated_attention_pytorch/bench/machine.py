@@ -13,17 +13,26 @@ import torch
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def machine_facts() -> dict[str, str | int | None]:
+def machine_facts() -> dict[str, str | int | float | None]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": load_average(),
         "memory_bytes": _memory_bytes(),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def load_average() -> float | None:
+    """How many processes wanted to run in the last minute, where the system says so."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
 
 
 def project_facts() -> dict[str, str | bool | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,16 +53,29 @@ def interleave(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
-    for number in range(-warmup, repeats):
-        for name in order:
-            gc.collect()  # its time belongs to no candidate
-            start = clock()
-            candidates[name]()
-            elapsed = clock() - start
-            if number >= 0:
-                seconds[name].append(elapsed)
-        order.reverse()
+    with _no_garbage_collection():
+        for number in range(-warmup, repeats):
+            for name in order:
+                start = clock()
+                candidates[name]()
+                elapsed = clock() - start
+                if number >= 0:
+                    seconds[name].append(elapsed)
+            order.reverse()
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection would fall on whichever candidate happens to run."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class NotMeasurableError(Exception):

@@ -46,7 +46,7 @@ class Record:
     """`project` and `machine` are facts by name; None stands for a fact that could not be found."""
 
     project: dict[str, str | bool | None]
-    machine: dict[str, str | int | None]
+    machine: dict[str, str | int | float | None]
     results: tuple[Result, ...]
 
 
@@ -214,8 +214,11 @@ def _origin(record: Record) -> str:
     changed = " with local changes" if project.get("changed") else ""
     repeats = sorted({result.repeats for result in record.results if result.seconds})
     rounds = f", {' or '.join(map(str, repeats))} rounds" if repeats else ""
+    legend = " Times: minimum (median ± half the quartile distance)." if repeats else ""
+    load = machine.get("load")
+    busy = "" if load is None else f", load average {load} before the run"
     return (
         f"Version {project.get('version') or 'unknown'}{commit}{changed}; float32 on {machine.get('cpu')}, "
         f"{machine.get('cores')} cores, {machine.get('threads')} threads; torch {machine.get('torch')}, "
-        f"{machine.get('os')}{rounds}. Times: minimum (median ± half the quartile distance)."
+        f"{machine.get('os')}{rounds}{busy}.{legend}"
     )

@@ -58,7 +58,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             q, _expand(k, q), _expand(v, q), None, True, 0.0, how.is_causal, scale=how.scale
         )
-    return out[..., :d], lse[..., :rows]
+    return out.narrow(-1, 0, d), lse.narrow(-1, 0, rows)
 
 
 def _backward(
@@ -75,7 +75,7 @@ def _backward(
             *(state, torch.empty(0, dtype=torch.uint64, device=q.device)),
             scale=how.scale,
         )
-        return dq[..., :d], dk[..., :d], dv[..., :d]
+        return dq.narrow(-1, 0, d), dk.narrow(-1, 0, d), dv.narrow(-1, 0, d)
     if torch.version.hip is None:
         # The CUDA op keeps lse in rows of a multiple of 32 and reads them again; +inf gives probability 0.
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
@@ -85,7 +85,8 @@ def _backward(
         *([True, True, True, False], how.is_causal),
         scale=how.scale,
     )
-    return dq[..., :d], _reduce(dk, h_kv)[..., :d], _reduce(dv, h_kv)[..., :d]
+    dk, dv = _reduce(dk, h_kv), _reduce(dv, h_kv)
+    return dq.narrow(-1, 0, d), dk.narrow(-1, 0, d), dv.narrow(-1, 0, d)
 
 
 def _pad_head_dim(x: Tensor) -> Tensor:

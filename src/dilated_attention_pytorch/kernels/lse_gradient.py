@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .contract import Backward, How
 
@@ -32,8 +33,8 @@ def with_lse_gradient(op_backward: OpBackward) -> Backward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = op_backward(grad_out, q, k, v, out, lse, how)
         if grad_lse is not None:
-            grad, minus_one = torch.zeros_like(q), torch.zeros_like(q)
-            grad[..., 0], minus_one[..., 0] = grad_lse, -1.0
+            grad = F.pad(grad_lse.unsqueeze(-1).to(q.dtype), (0, q.shape[-1] - 1))
+            minus_one = F.pad(-torch.ones_like(grad_lse, dtype=q.dtype).unsqueeze(-1), (0, q.shape[-1] - 1))
             dq_lse, dk_lse, _ = op_backward(grad, q, k, torch.zeros_like(v), minus_one, lse, how)
             dq, dk = dq + dq_lse, dk + dk_lse
         return dq, dk, dv

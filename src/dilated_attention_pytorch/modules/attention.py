@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..functional import dilated_attention
+from ..functional import check_execution, dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 
@@ -18,7 +18,7 @@ class DilatedAttention(nn.Module):
     Args:
         segment_lengths, dilation_rates: one entry a branch.
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
-        attention_dropout: probability to drop an attention weight, in training only. `dropout` is the same option.
+        attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
         head_mixing, head_offsets, tail, detach_mixing, kernel, workspace_bytes: as in `dilated_attention`.
         use_pattern_cache: plans are cached by shape; switching that off is not available yet and raises.
         enable_memory_pool, lightweight_pool, enable_profiling: not available yet; True raises.
@@ -70,6 +70,9 @@ class DilatedAttention(nn.Module):
             tail=tail,
             detach_mixing=detach_mixing,
         )
+        check_execution(kernel, workspace_bytes)
+        # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
+        self._drops = self.spec.dropout_p > 0
         self.kernel, self.workspace_bytes = kernel, workspace_bytes
         self.enable_memory_pool, self.use_pattern_cache = enable_memory_pool, use_pattern_cache
         self.device = None if device is None else torch.device(device)
@@ -97,7 +100,7 @@ class DilatedAttention(nn.Module):
             spec.dilation_rates,
             is_causal=is_causal,
             scale=spec.scale,
-            dropout_p=spec.dropout_p if self.training else 0.0,
+            dropout_p=spec.dropout_p if self.training and self._drops else 0,
             key_mask=attention_mask,
             head_mixing=spec.head_mixing,
             head_offsets=spec.head_offsets,

@@ -1,0 +1,122 @@
+"""Every kernel that runs here keeps the contract, its guards included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import Dropout, How, Kernel, eager
+from dilated_attention_pytorch.kernels.cpu_flash import CPU_FLASH
+from dilated_attention_pytorch.kernels.eager import EAGER
+from support.tolerances import assert_close
+
+BOTH = pytest.mark.parametrize("kernel", [CPU_FLASH, EAGER], ids=lambda k: k.name)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """Softmax in float64 with autograd, one key head per query head."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * how.scale
+    hidden = torch.zeros_like(scores, dtype=torch.bool)
+    if how.is_causal:
+        hidden = hidden | torch.ones_like(hidden).triu(1)
+    if how.mask is not None:
+        hidden = hidden | ~how.mask.repeat_interleave(group, 1).unsqueeze(2)
+    empty = hidden.all(-1, keepdim=True)
+    scores = scores.masked_fill(hidden, -math.inf).masked_fill(empty, 0.0)
+    out = (torch.softmax(scores, -1) @ v).masked_fill(empty, 0.0)
+    return out, torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -math.inf)
+
+
+@BOTH
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 600])
+def test_forward_and_backward(kernel: Kernel, rows: int, causal: bool, masked: bool) -> None:
+    keys = rows if causal else rows + 3
+    q = torch.randn(2, 4, rows, 5, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 2, keys, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(2, 2, keys) > 0.5 if masked else None
+    if mask is not None:
+        mask[0, 0] = False  # a head without any visible key
+    how = How(causal, 0.4, mask)
+    expected, expected_lse = dense(q, k, v, how)
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, how)
+    assert_close(out, expected, torch.float64, "out")
+    assert_close(lse, expected_lse, torch.float64, "lse")
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    loss = (expected * grad_out).sum() + torch.where(
+        expected_lse.isfinite(), expected_lse * grad_lse, 0.0
+    ).sum()
+    grads = torch.autograd.grad(loss, (q, k, v))
+    with torch.no_grad():
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        for got, want in zip(kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how), grads, strict=True):
+            assert_close(got, want, torch.float64, "gradient")
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [5, 64, 1100])
+def test_nonfinite_queries_and_keys_are_not_swallowed(kernel: Kernel, dtype: torch.dtype, rows: int) -> None:
+    for bad in (math.nan, math.inf):
+        q, k, v = (torch.randn(1, 1, rows, 8).to(dtype) for _ in range(3))
+        q[0, 0, rows // 2] = bad
+        out, _ = kernel.forward(q, k, v, How(False, 1.0))
+        assert out.isnan().any(-1).flatten().tolist() == [i == rows // 2 for i in range(rows)]
+        q = torch.randn(1, 1, rows, 8).to(dtype)
+        k[0, 0, 0] = math.nan
+        out, lse = kernel.forward(q, k, v, How(False, 1.0))
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+@BOTH
+def test_later_nonfinite_values_do_not_reach_earlier_rows(kernel: Kernel) -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    clean, _ = kernel.forward(q, k, v, How(True, 0.3))
+    for x, bad in ((v, math.nan), (k, math.nan), (v, -math.inf)):
+        spoilt = x.clone()
+        spoilt[0, 0, 25] = bad
+        out, _ = kernel.forward(q, spoilt if x is k else k, spoilt if x is v else v, How(True, 0.3))
+        assert_close(out[0, 0, :25], clean[0, 0, :25], torch.float32)
+        assert_close(out[0, 1], clean[0, 1], torch.float32)
+        assert not out[0, 0, 25:].isfinite().any()
+        assert out[0, 0, 25:].isinf().all() == math.isinf(bad)
+
+
+def test_eager_in_small_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(2, 4, 33, 8, dtype=torch.float64) for _ in range(3))
+    k, v = k[:, :2], v[:, :2]
+    how = How(True, 0.3, torch.rand(2, 2, 33) > 0.3)
+    expected = EAGER.forward(q, k, v, how)
+    grads = EAGER.backward(q, None, q, k, v, *expected, how)
+    monkeypatch.setattr(eager, "MAX_SCORES", 150)
+    actual = EAGER.forward(q, k, v, how)
+    for got, want in zip(actual, expected, strict=True):
+        assert_close(got, want, torch.float64)
+    for got, want in zip(EAGER.backward(q, None, q, k, v, *actual, how), grads, strict=True):
+        assert_close(got, want, torch.float64)
+
+
+def test_dropout_repeats_its_mask_in_backward() -> None:
+    """With v the identity, out shows each dropped probability; dv then must use the same mask."""
+    q, k = (torch.randn(1, 1, 50, 50, dtype=torch.float64) for _ in range(2))
+    v = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50)
+    plain, lse = EAGER.forward(q, k, v, How(False, 0.1))
+    how = How(False, 0.1, None, Dropout(0.25, seed=7))
+    dropped, lse_dropped = EAGER.forward(q, k, v, how)
+    assert torch.equal(lse, lse_dropped)
+    kept = dropped != 0
+    assert_close(dropped[kept], plain[kept] / 0.75, torch.float64)
+    assert 0.2 < 1 - kept.double().mean().item() < 0.3
+    eye = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50).contiguous()
+    _, _, dv = EAGER.backward(eye, None, q, k, v, dropped, lse, how)
+    assert_close(dv, dropped.transpose(-1, -2), torch.float64)
+    everything, _ = EAGER.forward(q, k, v, How(False, 0.1, None, Dropout(1.0, seed=7)))
+    assert not everything.any()

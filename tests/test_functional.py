@@ -1,0 +1,216 @@
+"""What `dilated_attention` promises besides equality with the reference."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
+from support.tolerances import assert_close
+
+BRANCHES: dict[str, Any] = {"segment_lengths": (8, 14, 40), "dilation_rates": (1, 2, 5)}
+
+
+def qkv(n: int = 37, h: int = 6, h_kv: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, n, heads, 8, dtype=dtype) for heads in (h, h_kv, h_kv))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("h", "h_kv"), [(6, 6), (6, 2)])
+@pytest.mark.parametrize("n", [1, 63, 700])
+def test_one_branch_of_rate_one_is_dense_attention(
+    n: int, h: int, h_kv: int, dtype: torch.dtype, causal: bool
+) -> None:
+    tensors = [x.requires_grad_() for x in qkv(n, h, h_kv, dtype)]
+    out = dilated_attention(*tensors, [n], [1], is_causal=causal)
+    dense = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in tensors), is_causal=causal, enable_gqa=h != h_kv
+    ).transpose(1, 2)
+    assert_close(out, dense, dtype)
+    weight = torch.randn_like(out)
+    for got, want in zip(
+        torch.autograd.grad((out * weight).sum(), tensors),
+        torch.autograd.grad((dense * weight).sum(), tensors),
+        strict=True,
+    ):
+        assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [3.0, -1e4, math.nan, math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_the_future_cannot_change_the_past(which: str, value: float, dtype: torch.dtype) -> None:
+    q, k, v = qkv(600, dtype=dtype)
+    branches: dict[str, Any] = {"segment_lengths": (64, 250, 600), "dilation_rates": (1, 2, 5)}
+    before = dilated_attention(q, k, v, **branches, is_causal=True)
+    for token in (1, 300, 513, 599):
+        changed = {name: x.clone() for name, x in (("q", q), ("k", k), ("v", v))}
+        changed[which][:, token] = value
+        after = dilated_attention(*changed.values(), **branches, is_causal=True)
+        if math.isfinite(value):
+            assert torch.equal(before[:, :token], after[:, :token])
+        else:  # the guarded kernel takes over the affected tiles: equal up to rounding, never infected
+            assert_close(after[:, :token], before[:, :token], dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_nonfinite_inputs_reach_exactly_the_outputs_that_depend_on_them(
+    which: str, bad: float, causal: bool
+) -> None:
+    tensors = dict(zip("qkv", qkv(37), strict=True))
+    clean = dilated_attention(*tensors.values(), **BRANCHES, is_causal=causal)
+    connected = multiplicity(37, 6, **BRANCHES, is_causal=causal) > 0  # (h, query, key)
+    for token in (0, 5, 20, 36):
+        spoilt = {name: x.clone() for name, x in tensors.items()}
+        spoilt[which][1, token, 3] = bad
+        out = dilated_attention(*spoilt.values(), **BRANCHES, is_causal=causal)
+        reached = torch.zeros(2, 37, 6, dtype=torch.bool)
+        reached[1, :, 3] = connected[3, :, token] if which != "q" else torch.arange(37) == token
+        if (
+            which == "k" and bad == math.inf
+        ):  # a score of -inf is a weight of 0: only some rows turn non-finite
+            reached &= ~out.isfinite().all(-1)
+        assert torch.equal(~out.isfinite().all(-1), reached)
+        assert_close(out[~reached], clean[~reached], torch.float32)
+
+
+def test_positions_that_no_branch_selects() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(20, 1, 1))
+    out, lse = dilated_attention(q, k, v, [10], [4], return_lse=True)
+    selected = torch.tensor([t % 10 % 4 == 0 for t in range(20)])
+    assert not out[:, ~selected].any()
+    assert (lse[..., ~selected] == -math.inf).all()
+    assert lse[..., selected].isfinite().all()
+    (out.square().sum() + lse[..., selected].sum()).backward()
+    for x in (q, k, v):
+        assert not x.grad[:, ~selected].any()
+        assert x.grad[:, selected].abs().amin() > 0 or x is v
+
+
+def test_offsets_beyond_a_short_tail_select_nothing() -> None:
+    q, k, v = qkv(18, 8, 8)  # a tail of 2 positions, offsets up to 7
+    out, lse = dilated_attention(q, k, v, [16], [8], return_lse=True)
+    expected, expected_lse = dilated_attention_reference(q, k, v, [16], [8], return_lse=True)
+    assert_close(out, expected, torch.float32)
+    assert_close(lse, expected_lse, torch.float32)
+    assert not out[:, 16:, 2:].any()
+
+
+def test_hidden_keys_may_hold_anything() -> None:
+    q, k, v = qkv()
+    mask = torch.rand(2, 37) > 0.4
+    expected = dilated_attention(q, k, v, **BRANCHES, key_mask=mask)
+    k, v = (x.masked_fill(~mask[..., None, None], math.nan) for x in (k, v))
+    assert torch.equal(dilated_attention(q, k, v, **BRANCHES, key_mask=mask), expected)
+
+
+def test_a_sequence_whose_keys_are_all_hidden() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = torch.tensor([False, True])[:, None].expand(2, 37)
+    out, lse = dilated_attention(q, k, v, **BRANCHES, key_mask=mask, return_lse=True)
+    assert not out[0].any()
+    assert (lse[0] == -math.inf).all()
+    assert_close(out[1:], dilated_attention(q[1:], k[1:], v[1:], **BRANCHES), torch.float32)
+    out.sum().backward()
+    for x in (q, k, v):
+        assert not x.grad[0].any()
+        assert x.grad.isfinite().all()
+
+
+def test_packed_documents_equal_separate_calls() -> None:
+    q, k, v = (x[:1] for x in qkv(60))
+    bounds = [0, 1, 30, 30, 52, 60]
+    out = dilated_attention(q, k, v, **BRANCHES, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    for lo, hi in pairwise(bounds):
+        if hi > lo:
+            alone = dilated_attention(q[:, lo:hi], k[:, lo:hi], v[:, lo:hi], **BRANCHES)
+            assert_close(out[:, lo:hi], alone, torch.float32)
+
+
+def test_the_workspace_changes_only_the_rounding() -> None:
+    tensors = [x.requires_grad_() for x in qkv(300, dtype=torch.float64)]
+    results = []
+    for workspace_bytes in (20_000, 200_000, 2**25):
+        out = dilated_attention(*tensors, **BRANCHES, is_causal=True, workspace_bytes=workspace_bytes)
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for got in results[1:]:
+        for a, b in zip(got, results[0], strict=True):
+            assert_close(a, b, torch.float64)
+
+
+def test_dropout_acts_on_probabilities_and_repeats_in_backward() -> None:
+    n, p = 48, 0.3
+    q, k = (torch.randn(1, n, 2, n, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    v = torch.eye(n, dtype=torch.float64)[None, :, None].repeat(1, 1, 2, 1).requires_grad_()
+    one = {"segment_lengths": [24], "dilation_rates": [1]}
+    plain = dilated_attention(q, k, v, **one)
+    torch.manual_seed(3)
+    dropped = dilated_attention(q, k, v, **one, dropout_p=p)
+    torch.manual_seed(3)
+    again = dilated_attention(q, k, v, **one, dropout_p=p, workspace_bytes=2**25)
+    assert torch.equal(dropped, again)
+    assert not torch.equal(dropped, dilated_attention(q, k, v, **one, dropout_p=p))
+    kept = dropped != 0
+    assert_close(dropped[kept], (plain / (1 - p))[kept], torch.float64)
+    share = kept.sum().item() / (plain != 0).sum().item()
+    assert abs(share - (1 - p)) < 0.05
+    assert not dilated_attention(q, k, v, **one, dropout_p=1.0).any()
+
+
+def test_dropout_gradients_are_those_of_the_drawn_mask() -> None:
+    q, k, v = (torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return dilated_attention(q, k, v, [4, 12], [1, 2], dropout_p=0.4, workspace_bytes=3000)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "head_offsets": "blocked"},
+        {"tail": "phantom"},
+        {"head_mixing": "grouped"},
+        {"key_mask": torch.tensor([[True, False, True, True, True, False, True]])},
+        {"cu_seqlens": torch.tensor([0, 2, 7])},
+    ],
+    ids=str,
+)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    q = torch.randn(1, 7, 4, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 7, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = dilated_attention(q, k, v, [3, 7], [1, 2], return_lse=True, **options)
+        return out, torch.where(lse.isfinite(), lse, 0.0)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+
+
+def test_an_empty_batch_is_an_empty_result() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.empty(0, 5, 2, 4, dtype=dtype, requires_grad=True)
+        out = dilated_attention(x, x, x, [4], [1])
+        out.sum().backward()
+        assert out.shape == x.shape == x.grad.shape
+
+
+def test_inputs_are_left_alone() -> None:
+    tensors = qkv()
+    copies = [x.clone() for x in tensors]
+    mask = torch.rand(2, 37) > 0.5
+    dilated_attention(*tensors, **BRANCHES, key_mask=mask)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))

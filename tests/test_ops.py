@@ -1,0 +1,180 @@
+"""The custom op under PyTorch's machinery: compile, export, opcheck, checkpointing, autocast, FLOPs, meta."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch import DilatedAttention, dilated_attention
+from dilated_attention_pytorch.ops import dilated_attention_op
+from dilated_attention_pytorch.reference import multiplicity
+from support.tolerances import assert_close
+
+SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
+DROPOUT = DilatedAttention(SEGMENTS, RATES, attention_dropout=0.2)
+OPTIONS = (SEGMENTS, RATES, True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20)
+
+
+def qkv(n: int, dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(b, n, heads, 8, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return dilated_attention(q, k, v, SEGMENTS, RATES, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [attention, DilatedAttention(SEGMENTS, RATES), DROPOUT],
+    ids=["function", "module", "dropout"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_once_for_all_lengths(function: Any, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    compilations = set()
+    for n in (37, 64, 101):
+        tensors = qkv(n, dtype)
+        torch.manual_seed(1)
+        expected = function(*tensors)
+        torch.manual_seed(1)
+        actual = compiled(*tensors)
+        assert_close(actual, expected, dtype)
+        weight = torch.randn_like(expected)
+        for got, want in zip(
+            torch.autograd.grad((actual * weight).sum(), tensors),
+            torch.autograd.grad((expected * weight).sum(), tensors),
+            strict=True,
+        ):
+            assert_close(got, want, dtype)
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1  # no length compiled again
+    if function is not DROPOUT:  # the compiler takes a module's float for a symbol at first, and starts over
+        assert compilations == {1}
+
+
+def test_compiles_with_masks_and_documents() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    q, k, v = qkv(40, b=1)
+    for options in (
+        {"key_mask": torch.rand(1, 40) > 0.3, "return_lse": True},
+        {"cu_seqlens": torch.tensor([0, 7, 40]), "is_causal": True, "tail": "phantom"},
+    ):
+        got, want = compiled(q, k, v, **options), attention(q, k, v, **options)
+        for a, b in zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]:
+            assert_close(a, b, torch.float32)
+
+
+def test_export_round_trips_with_a_dynamic_length() -> None:
+    module = DilatedAttention(SEGMENTS, RATES).eval()
+    q, k, v = (x.detach() for x in qkv(37))
+    n = torch.export.Dim("n", min=2, max=1 << 20)
+    shapes = {"query": {1: n}, "key": {1: n}, "value": {1: n}}
+    program = torch.export.export(module, (q, k, v), dynamic_shapes=shapes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for length in (37, 90):
+        q, k, v = (x.detach() for x in qkv(length))
+        assert torch.equal(loaded(q, k, v), module(q, k, v))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype, masked: bool) -> None:
+    q, k, v = qkv(37, dtype, b=1)
+    mask = torch.rand(1, 37) > 0.2 if masked else None
+    documents = torch.tensor([0, 20, 37]) if masked else None
+    torch.library.opcheck(dilated_attention_op, (q, k, v, mask, documents, None, *OPTIONS))
+    strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(dilated_attention_op, (strided, k, v, None, None, None, *OPTIONS))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, dropout: float) -> None:
+    tensors = qkv(37)
+    torch.manual_seed(2)
+    expected = torch.autograd.grad(attention(*tensors, dropout_p=dropout).square().sum(), tensors)
+    torch.manual_seed(2)
+    out = checkpoint(lambda *x: attention(*x, dropout_p=dropout), *tensors, use_reentrant=reentrant)
+    out.square().sum().backward()
+    for x, want in zip(tensors, expected, strict=True):
+        assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_like_sdpa(dtype: torch.dtype) -> None:
+    q, k, v = qkv(37)
+    with torch.autocast("cpu", dtype=dtype):
+        out = attention(q, k.to(dtype), v)
+        kept = attention(q.double(), k.double(), v.double())
+    assert out.dtype == dtype
+    assert kept.dtype == torch.float64
+    assert torch.equal(out, attention(q.to(dtype), k.to(dtype), v.to(dtype)))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"head_mixing": "grouped"}], ids=str)
+def test_flop_counter_counts_the_true_work(options: dict[str, Any]) -> None:
+    tensors = qkv(37)
+    pairs = 2 * int(multiplicity(37, 6, SEGMENTS, RATES, **options).sum())
+    with FlopCounterMode(display=False) as forward:
+        out = attention(*tensors, **options)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 2 * 2 * 8 * pairs  # q k^T and p v
+    assert backward.get_total_flops() == 5 * 2 * 8 * pairs  # scores again, and four gradients
+
+
+def test_flop_counter_knows_documents() -> None:
+    q, k, v = qkv(37, b=1)
+    documents = torch.tensor([0, 5, 37])
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, cu_seqlens=documents)
+    pairs = int(multiplicity(37, 6, SEGMENTS, RATES, cu_seqlens=documents).sum())
+    assert counter.get_total_flops() == 2 * 2 * 8 * pairs
+
+
+def test_meta_tensors_have_shapes_only() -> None:
+    q, k, v = (x.to("meta") for x in qkv(37, torch.bfloat16))
+    out, lse = dilated_attention(q, k, v, SEGMENTS, RATES, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 6, 37), torch.float32)
+
+
+def test_second_derivatives_raise() -> None:
+    tensors = qkv(9)
+    (grad,) = torch.autograd.grad(attention(*tensors).square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+def test_only_the_needed_tensors_are_saved() -> None:
+    saved: list[Tensor] = []
+    q, k, v = qkv(37)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out, lse = dilated_attention(q, k, v, SEGMENTS, RATES, return_lse=True)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (q, k, v, out, lse)}
+
+
+def test_partial_and_missing_gradients() -> None:
+    q, k, v = (x.detach() for x in qkv(37))
+    out = attention(q, k.requires_grad_(), v)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    assert dk.shape == k.shape
+    _, lse = dilated_attention(q, k, v, SEGMENTS, RATES, return_lse=True)
+    lse.sum().backward()
+    assert k.grad.isfinite().all()
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v), out)
