@@ -25,7 +25,7 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
-	@echo "make bench   measure and write the benchmark record"
+	@echo "make bench   measure this machine (ARGS=--help lists the options)"
 	@echo "make clean   remove .venv and caches"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (both can be overridden, see Makefile)"
@@ -38,7 +38,7 @@ bench: $(STAMP)
 
 test: lint types
 	@echo "tests"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint"

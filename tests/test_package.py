@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"spec"},
+    {"memory", "spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine"},
     {"ops"},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Dropout, How, Kernel
+from .memory import empty
 from .merge import add_null_keys, merge_
 from .plan import Panel, Plan, Tile
 from .plan.tiles import WHOLE, Origin
@@ -28,7 +29,7 @@ class Workspace:
         buffer = self.buffers.get(slot)
         if buffer is None or buffer.numel() < numel or buffer.dtype != dtype:
             self.buffers.pop(slot, None)  # freed before its successor is allocated
-            buffer = self.buffers[slot] = torch.empty(numel, dtype=dtype, device=device)
+            buffer = self.buffers[slot] = empty((numel,), dtype, device)
         return buffer[:numel].view(shape)
 
 
@@ -83,7 +84,7 @@ class Inputs:
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
     q, dtype = inputs.q, inputs.accumulate_dtype
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = empty(tuple(q.shape), q.dtype, q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype, device=q.device)
     if not plan.covered:
         lse.fill_(-math.inf)
@@ -103,43 +104,50 @@ def backward(
     plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    dq, dk, dv = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v)
-    )
+    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v))
     for panel in plan.panels:
-        targets, origin, kv_origin = [dq, dk, dv], WHOLE, WHOLE
-        blocks = [panel.query_block(dq), panel.key_block(dk), panel.key_block(dv)]
-        if inputs.q.dtype != inputs.accumulate_dtype:
+        sums = _Gradients(dq, dk, dv)
+        blocks = (panel.query_block(dq), panel.key_block(dk), panel.key_block(dv))
+        if inputs.accumulate_dtype != inputs.q.dtype:
             slots = ("acc_dq", "acc_dk", "acc_dv")
-            targets = [_accumulator(slot, block, inputs) for slot, block in zip(slots, blocks, strict=True)]
-            origin, kv_origin = panel.origin, panel.kv_origin
+            acc_dq, acc_dk, acc_dv = (
+                _accumulator(slot, block, inputs) for slot, block in zip(slots, blocks, strict=True)
+            )
+            sums = _Gradients(acc_dq, acc_dk, acc_dv, panel.origin, panel.kv_origin)
         if not plan.covered:
-            for target in targets:
+            for target in (sums.dq, sums.dk, sums.dv):
                 target.zero_()
-        for tiles, tile_out, out_origin in _outputs(plan, panel, inputs, out):
+        for tiles, tile_out, origin in _outputs(plan, panel, inputs, out):
             for tile in tiles:
-                where = (tile.query_view(tile_out, out_origin), tile.query_view(lse.transpose(1, 2)))
-                grad_rows = tile.query_view(grad_out)
-                lse_rows = None if grad_lse is None else tile.query_view(grad_lse.transpose(1, 2))
-                parts = _tile_gradients(tile, inputs, *where, grad_rows, lse_rows)
-                views = (
-                    tile.query_view(targets[0], origin),
-                    tile.key_view(targets[1], kv_origin),
-                    tile.key_view(targets[2], kv_origin),
-                )
-                first_queries = tile.opens_queries and tile.first_for_queries
-                first_keys = tile.opens_keys and tile.first_for_keys
-                for view, part, first in zip(
-                    views, parts, (first_queries, first_keys, first_keys), strict=True
-                ):
-                    if first:
-                        view.copy_(part.view(view.shape))
-                    else:
-                        view.add_(part.view(view.shape))
-        if targets[0] is not dq:
-            for block, target in zip(blocks, targets, strict=True):
+                sums.add(tile, _tile_gradients(tile, inputs, tile_out, origin, lse, grad_out, grad_lse))
+        if sums.dq is not dq:
+            for block, target in zip(blocks, (sums.dq, sums.dk, sums.dv), strict=True):
                 block.copy_(target)
     return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums of the tiles' gradients, in tensors that start at the given origins."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    origin: Origin = WHOLE
+    kv_origin: Origin = WHOLE
+
+    def add(self, tile: Tile, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        first_queries = tile.opens_queries and tile.first_for_queries
+        first_keys = tile.opens_keys and tile.first_for_keys
+        for view, part, first in (
+            (tile.query_view(self.dq, self.origin), parts[0], first_queries),
+            (tile.key_view(self.dk, self.kv_origin), parts[1], first_keys),
+            (tile.key_view(self.dv, self.kv_origin), parts[2], first_keys),
+        ):
+            if first:
+                view.copy_(part.view(view.shape))
+            else:
+                view.add_(part.view(view.shape))
 
 
 def _attend(
@@ -163,20 +171,27 @@ def _attend(
             lse_rows.copy_(lse_part)
         else:
             merge_(out_rows, lse_rows, part, lse_part, maybe_empty=inputs.key_mask is not None)
+        del part, lse_part  # or the next tile's results would need fresh memory beside these
 
 
 def _tile_gradients(
-    tile: Tile, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    tile: Tile,
+    inputs: Inputs,
+    out: Tensor,
+    out_origin: Origin,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, how = inputs.pack_tile(tile)
-    lse = lse.reshape(q.shape[:3])
+    rows, shape = tuple(q.shape[:3]), tuple(q.shape)
+    tile_lse = tile.query_view(lse.transpose(1, 2)).reshape(rows)
     # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    out = inputs.pack("out", out, tuple(q.shape), q.dtype)
-    grad_out = inputs.pack("grad_out", grad_out, tuple(q.shape))
-    if grad_lse is not None:
-        grad_lse = grad_lse.reshape(q.shape[:3])
-    return inputs.kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how)
+    tile_lse = tile_lse.masked_fill(tile_lse == -math.inf, math.inf)
+    tile_out = inputs.pack("out", tile.query_view(out, out_origin), shape, q.dtype)
+    tile_grad = inputs.pack("grad_out", tile.query_view(grad_out), shape)
+    tile_grad_lse = None if grad_lse is None else tile.query_view(grad_lse.transpose(1, 2)).reshape(rows)
+    return inputs.kernel.backward(tile_grad, tile_grad_lse, q, k, v, tile_out, tile_lse, how)
 
 
 def _outputs(

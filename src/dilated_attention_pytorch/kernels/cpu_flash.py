@@ -30,11 +30,14 @@ def _why_not(request: Request) -> str | None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    if not _finite(q, k, v):
+    # Without a causal mask every row sees every value, and a non-finite one spreads as it should.
+    if not _finite(k) or (how.is_causal and not _finite(v)):
         return EAGER.forward(q, k, v, how)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, how.is_causal, attn_mask=_bias(q, k, how.mask), scale=how.scale
     )
+    if bool((lse == 0).any()) and not _finite(q):  # a swallowed query row leaves lse 0
+        return EAGER.forward(q, k, v, how)
     if how.mask is not None:
         seen = how.mask.cumsum(-1) > 0 if how.is_causal else how.mask.any(-1, keepdim=True)
         lse.masked_fill_(~_per_query_head(seen, q), -math.inf)
@@ -52,12 +55,9 @@ def _backward(
     return dq, dk, dv
 
 
-def _finite(*tensors: Tensor) -> bool:
+def _finite(x: Tensor) -> bool:
     # A sum is non-finite if any element is; a finite overflow only costs the slower kernel.
-    total = sum(
-        x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item() for x in tensors
-    )
-    return math.isfinite(total)
+    return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:

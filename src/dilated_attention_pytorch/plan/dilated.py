@@ -96,14 +96,6 @@ class _Segments(NamedTuple):
     window: int
 
 
-class _Costs(NamedTuple):
-    """Bytes of workspace per element of a query row and of a key row, and the budget of a tile."""
-
-    query: int
-    key: int
-    budget: int
-
-
 @lru_cache(maxsize=256)
 def plan_dilated(
     spec: DilatedSpec,
@@ -124,11 +116,11 @@ def plan_dilated(
     spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
     accumulates = itemsize < 4
     budget = workspace_bytes // 2 if accumulates else workspace_bytes
-    tensors = 2 if direction == "forward" else 4  # packed rows per side: inputs and kernel results
-    casts = 4 if accumulates else 0
-    costs = _Costs(tensors * itemsize + casts, tensors * itemsize + (casts if tensors == 4 else 0), budget)
+    # Packed inputs and kernel results per query and per key row in backward; forward, with half of them,
+    # keeps to the same tiles: they stay in cache, and dropout can draw its masks again.
+    row_bytes = shape.d * (4 * itemsize + (4 if accumulates else 0))
     blocks = _panel_blocks(spec, shape, spans, direction, budget if accumulates else None)
-    builder = _TileBuilder(spec, shape, costs)
+    builder = _TileBuilder(spec, shape, row_bytes, budget)
     panels = []
     for batch, num_batch, kv, num_kv, lo, hi in blocks:
         group = shape.h // shape.h_kv
@@ -177,8 +169,8 @@ def _time_blocks(spec: DilatedSpec, spans: list[tuple[int, int]], rows: int) -> 
 class _TileBuilder:
     """Numbers the tiles of a plan as it makes them."""
 
-    def __init__(self, spec: DilatedSpec, shape: Shape, costs: _Costs) -> None:
-        self.spec, self.shape, self.costs = spec, shape, costs
+    def __init__(self, spec: DilatedSpec, shape: Shape, row_bytes: int, budget: int) -> None:
+        self.spec, self.row_bytes, self.budget = spec, row_bytes, budget
         self.heads = [branch_heads(spec, i, shape.h, shape.h_kv) for i in range(len(spec.branches))]
         # Rate 1 first: it writes every row, which spares initial values and a merge.
         self.order = sorted(range(len(spec.branches)), key=lambda i: spec.dilation_rates[i] != 1)
@@ -221,10 +213,9 @@ class _TileBuilder:
     def _box_tiles(
         self, branch: int, batch: tuple[int, int], segments: _Segments, rows: int, box: HeadBox
     ) -> Iterator[Tile]:
-        d, (q_cost, k_cost, budget) = self.shape.d, self.costs
-        row_bytes = d * (box.group * q_cost + k_cost)
-        pieces = list(even_parts(rows, max(1, min(MAX_ROWS, budget // row_bytes))))
-        units_fit = max(1, budget // (row_bytes * pieces[0][1]))
+        row_bytes = self.row_bytes * (box.group + 1)  # the queries that share a key row, and that row
+        pieces = list(even_parts(rows, max(1, min(MAX_ROWS, self.budget // row_bytes))))
+        units_fit = max(1, self.budget // (row_bytes * pieces[0][1]))
         boxes = list(box.split(min(units_fit, max(1, MAX_GRID // box.group))))
         segments_fit = min(segments.num, MAX_GRID, max(1, units_fit // boxes[0].num_units))
         batch_fit = 1
