@@ -120,7 +120,7 @@ def _inputs(
     seed: Tensor | None,
     kernel: str,
 ) -> engine.Inputs:
-    request = Request(q.device, q.dtype, q.shape[-1], key_mask is not None, spec.dropout_p > 0)
+    request = Request(q.device, q.dtype, key_mask is not None, spec.dropout_p > 0)
     assert spec.scale is not None  # the public door fills it in
     drawn = 0 if seed is None else int(seed.item())
     chosen = choose_kernel(request, kernel)

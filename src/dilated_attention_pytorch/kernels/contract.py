@@ -14,7 +14,6 @@ class Request(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    head_dim: int
     masked: bool = False
     dropout: bool = False
 

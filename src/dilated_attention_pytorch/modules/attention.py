@@ -30,7 +30,7 @@ class DilatedAttention(nn.Module):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         softmax_scale: float | None = None,
-        attention_dropout: float | None = None,
+        attention_dropout: float = 0.0,
         *,
         dropout: float | None = None,
         enable_memory_pool: bool = False,
@@ -47,7 +47,7 @@ class DilatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if None not in (attention_dropout, dropout) and attention_dropout != dropout:
+        if dropout is not None and attention_dropout not in (0.0, dropout):
             raise ValueError(
                 "dropout and attention_dropout are one option, got the two values "
                 f"{dropout} and {attention_dropout}"
@@ -64,7 +64,7 @@ class DilatedAttention(nn.Module):
             segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
             dilation_rates,  # type: ignore[arg-type]
             scale=softmax_scale,
-            dropout_p=attention_dropout or dropout or 0.0,
+            dropout_p=attention_dropout if dropout is None else dropout,
             head_mixing=head_mixing,
             head_offsets=head_offsets,
             tail=tail,
