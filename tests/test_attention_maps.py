@@ -43,7 +43,7 @@ def test_few_rows_of_a_long_sequence() -> None:
     assert_close(probs.sum(-1), torch.ones(1, 2, 2), torch.float32)
 
 
-@pytest.mark.parametrize("rows", [[], [1.5], [[1]], [-1], [12], torch.tensor([True])], ids=str)
+@pytest.mark.parametrize("rows", [[], [1.5], [[1]], [-1], [12], torch.tensor([True]), None, ["a"]], ids=str)
 def test_bad_rows(rows: object) -> None:
     q = torch.randn(1, 12, 2, 4)
     with pytest.raises(ValueError, match="rows must"):

@@ -137,6 +137,15 @@ def test_flop_counter_counts_the_true_work(options: dict[str, Any]) -> None:
     assert backward.get_total_flops() == 5 * 2 * 8 * pairs  # scores again, and four gradients
 
 
+def test_flop_counter_counts_what_detached_mixing_attends_again() -> None:
+    tensors = qkv(37)
+    out = attention(*tensors, detach_mixing=True)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    pairs = 2 * int(multiplicity(37, 6, SEGMENTS, RATES).sum())
+    assert counter.get_total_flops() == (5 + 2) * 2 * 8 * pairs
+
+
 def test_flop_counter_knows_documents() -> None:
     q, k, v = qkv(37, b=1)
     documents = torch.tensor([0, 5, 37])

@@ -38,6 +38,14 @@ X = torch.randn(1, 16, 4, 8)
         ({"segment_lengths": 4}, TypeError, "segment_lengths must be a sequence of integers, got 4"),
         ({"segment_lengths": "48"}, TypeError, "segment_lengths must be a sequence of integers, got '48'"),
         ({"segment_lengths": [4, 2**63]}, ValueError, r"segment_lengths must be below 2\*\*62"),
+        ({"dilation_rates": [1, 2**40]}, ValueError, r"dilation_rates must be below 2\*\*31"),
+        ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got 'no'"),
+        ({"cu_seqlens": torch.empty(2, dtype=torch.int32, device="meta")}, ValueError, "of q, cpu, got meta"),
+        (
+            {"q": torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)},
+            TypeError,
+            "q must be a dense",
+        ),
         ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
         ({"scale": "1"}, TypeError, "scale must be a number, got '1' of type str"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
@@ -55,7 +63,7 @@ X = torch.randn(1, 16, 4, 8)
         ({"workspace_bytes": 2.5}, ValueError, "workspace_bytes must be a positive integer, got 2.5"),
         ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
         ({"v": None}, TypeError, "v must be a tensor, got NoneType"),
-        ({"k": X.to_sparse()}, TypeError, "k must be a dense tensor, got layout torch.sparse_coo"),
+        ({"k": X.to_sparse()}, TypeError, "k must be a dense tensor, got torch.sparse_coo"),
         ({"q": X[0]}, ValueError, r"q must have 4 dimensions \(b, n, h, d\), got shape \(16, 4, 8\)"),
         ({"k": X.long()}, TypeError, "k must be float16, bfloat16, float32 or float64, got torch.int64"),
         ({"q": X.to(torch.complex64)}, TypeError, "q must be float16, .* got torch.complex64"),
@@ -112,6 +120,10 @@ def test_rule_and_fact(changes: dict[str, Any], error: type[Exception], message:
 
 def test_the_same_call_without_the_mistake_runs() -> None:
     assert call().shape == X.shape
+
+
+def test_the_largest_segments_and_rates_run() -> None:
+    assert call(segment_lengths=[4, 2**62 - 1], dilation_rates=[1, 2**31 - 1]).isfinite().all()
 
 
 def test_the_spec_normalises_and_is_hashable() -> None:

@@ -8,8 +8,7 @@ with warnings.catch_warnings():
     from .attention_maps import attention_rows
     from .functional import dilated_attention
     from .modules import DilatedAttention
-    from .plan import Plan, plan_dilated
     from .spec import DilatedSpec
 
-__all__ = ["DilatedAttention", "DilatedSpec", "Plan", "attention_rows", "dilated_attention", "plan_dilated"]
+__all__ = ["DilatedAttention", "DilatedSpec", "attention_rows", "dilated_attention"]
 __version__ = "0.1.0"

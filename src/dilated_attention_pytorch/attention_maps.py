@@ -34,12 +34,12 @@ def attention_rows(
     q is (b, n, h, d) and k (b, n, h_kv, d); the options are those of `dilated_attention`, so that
     `attention_rows(...) @ v` equals its rows. A key that several branches reach holds the sum of its shares.
     Rows that no branch selects are zero; with tail="phantom" rows may sum to less than 1. The result is in
-    float32 (float64 for float64), differentiable, and the only large tensor: choose few rows of long
+    float32 (float64 for float64) and differentiable. Memory grows with len(rows) x n: choose few rows of long
     sequences.
     """
     spec = DilatedSpec(
-        segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
-        dilation_rates,  # type: ignore[arg-type]
+        segment_lengths,
+        dilation_rates,
         is_causal,
         scale,
         head_mixing=head_mixing,
@@ -51,8 +51,8 @@ def attention_rows(
     index = _row_index(rows, n, q.device)
     counts, phantoms = _counts(spec, index, n, h, k.shape[2], cu_seqlens)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    group = h // k.shape[2]
-    scores = torch.einsum("bihd,bjhd->bhij", q[:, index].to(dtype), k.to(dtype).repeat_interleave(group, 2))
+    query = q[:, index].to(dtype).unflatten(2, (k.shape[2], -1))  # type: ignore[no-untyped-call]
+    scores = torch.einsum("bikgd,bjkd->bkgij", query, k.to(dtype)).flatten(1, 2)
     scores = scores * (1.0 / math.sqrt(d) if spec.scale is None else spec.scale)
     visible = counts > 0
     if key_mask is not None:
@@ -67,7 +67,10 @@ def attention_rows(
 
 
 def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
-    index = torch.as_tensor(rows, device=device)
+    try:
+        index = torch.as_tensor(rows, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}") from error
     if index.dtype.is_floating_point or index.dtype == torch.bool or index.dim() != 1 or not index.numel():
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}")
     low, high = int(index.min()), int(index.max())

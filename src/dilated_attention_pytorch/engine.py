@@ -89,11 +89,12 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if not plan.covered:
         lse.fill_(-math.inf)
     for panel in plan.panels:
-        target, origin = out, WHOLE
+        block, target, origin = panel.query_block(out), out, WHOLE
         if out.dtype != dtype:
-            target, origin = _accumulator("acc_out", panel.query_block(out), inputs), panel.origin
+            block = target = _accumulator("acc_out", block, inputs)
+            origin = panel.origin
         if not plan.covered:
-            target.zero_()
+            block.zero_()
         _attend(panel.tiles, inputs, target, origin, lse.transpose(1, 2), WHOLE)
         if target is not out:
             panel.query_block(out).copy_(target)
@@ -115,7 +116,7 @@ def backward(
             )
             sums = _Gradients(acc_dq, acc_dk, acc_dv, panel.origin, panel.kv_origin)
         if not plan.covered:
-            for target in (sums.dq, sums.dk, sums.dv):
+            for target in blocks if sums.dq is dq else (sums.dq, sums.dk, sums.dv):
                 target.zero_()
         for tiles, tile_out, origin in _outputs(plan, panel, inputs, out):
             for tile in tiles:

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .kernels import KERNEL_NAMES
+from .kernels import check_kernel_name
 from .ops import dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
@@ -97,14 +97,15 @@ def dilated_attention(
         segment_lengths, dilation_rates: one entry a branch; any length n >= 1 is exact.
         is_causal: a query sees only keys at or before its position.
         scale: factor of the scores, 1 / sqrt(d) by default.
-        dropout_p: drops attention probabilities, whenever > 0: pass 0 in evaluation.
+        dropout_p: drops attention probabilities, whenever > 0: pass 0 in evaluation. What a seed drops
+            depends on the shapes and on `workspace_bytes`.
         key_mask: (b, n) bool, True where a key may be attended.
         cu_seqlens: (documents + 1,) int32 or int64 boundaries of documents packed into b == 1;
             segments restart at each document.
         head_mixing, head_offsets, tail, detach_mixing: see docs/semantics.md.
         return_lse: also return the log-sum-exp of the scores, (b, h, n), differentiable.
         kernel: "auto", "cuda", "cpu_flash" or "eager"; a named kernel runs or raises.
-        workspace_bytes: bound of the scratch memory for packed tiles and accumulators.
+        workspace_bytes: what packed tiles and accumulators may take; see `plan.plan_dilated`.
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
@@ -115,8 +116,8 @@ def dilated_attention(
     derivative.
     """
     spec = DilatedSpec(
-        segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
-        dilation_rates,  # type: ignore[arg-type]
+        segment_lengths,
+        dilation_rates,
         is_causal,
         scale,
         dropout_p,
@@ -128,13 +129,15 @@ def dilated_attention(
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, key_mask, cu_seqlens)
     check_execution(kernel, workspace_bytes)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
     out, lse = dilated_attention_op(
         q,
         k,
         v,
         key_mask,
         cu_seqlens,
-        torch.randint(2**62, (1,)) if spec.dropout_p else None,
+        torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None,
         spec.segment_lengths,
         spec.dilation_rates,
         spec.is_causal,
@@ -165,8 +168,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_execution(kernel: str, workspace_bytes: int) -> None:
     """Validates how to run, as far as that can be known without tensors."""
-    if kernel not in KERNEL_NAMES:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_NAMES))}, got {kernel!r}")
+    check_kernel_name(kernel)
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
 
@@ -176,8 +178,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_se
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+        if x.is_nested or x.layout != torch.strided:
+            raise TypeError(
+                f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}"
+            )
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
         if x.dtype not in _DTYPES:
@@ -221,5 +225,9 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
         raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {kind}")
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device not in (q.device, torch.device("cpu")):
+        raise ValueError(
+            f"cu_seqlens must be on the cpu or on the device of q, {q.device}, got {cu_seqlens.device}"
+        )
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into a batch of 1, got a batch of {q.shape[0]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,41 @@ from .plan import Plan, Shape, plan_dilated
 from .plan.dilated import Pass
 from .spec import DilatedSpec
 
+
+class Options(NamedTuple):
+    """The static part of a call, in the order of the ops' schema."""
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    head_mixing: str
+    head_offsets: str
+    tail: str
+    detach_mixing: bool
+    kernel: str
+    workspace_bytes: int
+
+    @property
+    def spec(self) -> DilatedSpec:
+        segment_lengths, dilation_rates, *others = self[:-2]
+        return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
+
+
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
+_OPTIONS = (
+    "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
+    "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes"
+)
 
 
-@torch.library.custom_op("dilated_attention_pytorch::dilated_attention", mutates_args=())
+@torch.library.custom_op(
+    "dilated_attention_pytorch::dilated_attention",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+)
 def dilated_attention_op(
     q: Tensor,
     k: Tensor,
@@ -28,27 +59,21 @@ def dilated_attention_op(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    head_mixing: str,
-    head_offsets: str,
-    tail: str,
-    detach_mixing: bool,
-    kernel: str,
-    workspace_bytes: int,
+    *raw: Any,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) and lse (b, h, n); the arguments are those of `functional.dilated_attention`."""
-    options = (segment_lengths, dilation_rates, is_causal, scale, dropout_p)
-    spec = _spec(*options, head_mixing, head_offsets, tail, detach_mixing)
+    options = Options(*raw)
     # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
-    plan = _plan(spec, "backward" if dropout_p else "forward", q, k, cu_seqlens, workspace_bytes)
-    return engine.forward(plan, _inputs(spec, q, k, v, key_mask, seed, kernel))
+    plan = _plan(options, "backward" if options.dropout_p else "forward", q, k, cu_seqlens)
+    return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed))
 
 
-@torch.library.custom_op("dilated_attention_pytorch::dilated_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "dilated_attention_pytorch::dilated_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+)
 def dilated_attention_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -60,41 +85,24 @@ def dilated_attention_backward_op(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    head_mixing: str,
-    head_offsets: str,
-    tail: str,
-    detach_mixing: bool,
-    kernel: str,
-    workspace_bytes: int,
+    *raw: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the forward's results and the gradients of its outputs."""
-    options = (segment_lengths, dilation_rates, is_causal, scale, dropout_p)
-    spec = _spec(*options, head_mixing, head_offsets, tail, detach_mixing)
-    plan = _plan(spec, "backward", q, k, cu_seqlens, workspace_bytes)
-    inputs = _inputs(spec, q, k, v, key_mask, seed, kernel)
+    options = Options(*raw)
+    plan = _plan(options, "backward", q, k, cu_seqlens)
+    inputs = _inputs(options, q, k, v, key_mask, seed)
     return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
 
 
-def _spec(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *options: Any) -> DilatedSpec:
-    return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *options)
-
-
-def _plan(
-    spec: DilatedSpec, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, workspace_bytes: int
-) -> Plan:
+def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
     b, n, h, d = q.shape
     return plan_dilated(
-        spec,
+        options.spec,
         Shape(b, n, h, k.shape[2], d),
         itemsize=q.element_size(),
         direction=direction,
         docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=options.workspace_bytes,
     )
 
 
@@ -112,19 +120,13 @@ def _short(values: tuple[int, ...]) -> str:
 
 
 def _inputs(
-    spec: DilatedSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    kernel: str,
+    options: Options, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | None
 ) -> engine.Inputs:
-    request = Request(q.device, q.dtype, key_mask is not None, spec.dropout_p > 0)
-    assert spec.scale is not None  # the public door fills it in
+    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0)
+    kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
-    chosen = choose_kernel(request, kernel)
-    return engine.Inputs(q, k, v, key_mask, spec.scale, spec.dropout_p, drawn, chosen, engine.Workspace())
+    dropout_p, workspace = options.dropout_p, engine.Workspace()
+    return engine.Inputs(q, k, v, key_mask, options.scale, dropout_p, drawn, kernel, workspace)
 
 
 @dilated_attention_op.register_fake
@@ -169,39 +171,21 @@ dilated_attention_op.register_autograd(_autograd_backward, setup_context=_setup_
 
 
 def _flops(
-    matmuls: int, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, *options: Any
+    matmuls: int, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, raw: tuple[Any, ...]
 ) -> int:
-    spec, workspace_bytes = _spec(*options[:-2]), options[-1]
-    return 2 * matmuls * q.shape[-1] * _plan(spec, direction, q, k, cu_seqlens, workspace_bytes).num_pairs
+    plan = _plan(Options(*raw), direction, q, k, cu_seqlens)
+    return 2 * matmuls * q.shape[-1] * plan.num_pairs
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention, get_raw=True)
 def _(
-    q: Tensor,
-    k: Tensor,
-    _v: Tensor,
-    _mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    _seed: Tensor | None,
-    *options: Any,
-    **_: Any,
+    q: Tensor, k: Tensor, _v: Tensor, _mask: Any, cu_seqlens: Tensor | None, _seed: Any, *raw: Any, **_: Any
 ) -> int:
-    return _flops(2, "forward", q, k, cu_seqlens, *options)
+    return _flops(2, "forward", q, k, cu_seqlens, raw)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention_backward, get_raw=True)
-def _(
-    _grad_out: Tensor,
-    _grad_lse: Tensor | None,
-    _out: Tensor,
-    _lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    _v: Tensor,
-    _mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    _seed: Tensor | None,
-    *options: Any,
-    **_: Any,
-) -> int:
-    return _flops(5, "backward", q, k, cu_seqlens, *options)
+def _(*args: Any, **_: Any) -> int:
+    q, k, _v, _mask, cu_seqlens, _seed, *raw = args[4:]  # after the gradients, out and lse
+    attends_again = 2 if Options(*raw).detach_mixing else 0
+    return _flops(5 + attends_again, "backward", q, k, cu_seqlens, tuple(raw))

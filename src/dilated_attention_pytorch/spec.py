@@ -22,8 +22,8 @@ class DilatedSpec:
     Constructing one validates it: a `TypeError` or `ValueError` states the rule and the fact.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Sequence[int]  # stored as tuples
+    dilation_rates: Sequence[int]
     is_causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
@@ -34,8 +34,9 @@ class DilatedSpec:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
-        set_field(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths))
-        set_field(self, "dilation_rates", _positive_ints("dilation_rates", self.dilation_rates))
+        set_field(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths, 62))
+        # Rates are multiplied with strides, and the products must fit 64 bits.
+        set_field(self, "dilation_rates", _positive_ints("dilation_rates", self.dilation_rates, 31))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 "segment_lengths and dilation_rates must have the same length, got "
@@ -59,7 +60,7 @@ class DilatedSpec:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
 
-def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     numbers = []
@@ -71,8 +72,8 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"{name} must name at least one branch, got none")
     if min(numbers) < 1:
         raise ValueError(f"{name} must be positive, got {tuple(numbers)}")
-    if max(numbers) >= 2**62:
-        raise ValueError(f"{name} must be below 2**62, got {tuple(numbers)}")
+    if max(numbers) >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {tuple(numbers)}")
     return tuple(numbers)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
-from dilated_attention_pytorch import DilatedSpec, plan_dilated
-from dilated_attention_pytorch.plan import Plan, Shape
+from dilated_attention_pytorch import DilatedSpec
+from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
 from dilated_attention_pytorch.plan.dilated import MAX_GRID, MAX_ROWS
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
@@ -85,6 +85,10 @@ def test_batch_times_segments_is_cut_at_the_grid_limit() -> None:
     shapes = [tile.q_shape(1) for tile in plan.tiles]
     assert max(batch for batch, *_ in shapes) <= MAX_GRID
     assert sum(batch * rows for batch, _, rows, _ in shapes if rows == 1) == 3 * 100_000
+    together = plan_dilated(
+        DilatedSpec((1,), (1,)), Shape(3, 30_000, 1, 1, 1), itemsize=4, workspace_bytes=2**40
+    )
+    assert [tile.q_shape(1)[0] for tile in together.tiles] == [60_000, 30_000]
     wide = plan_dilated(
         DilatedSpec((4,), (1,)), Shape(1, 4, 70_000, 70_000, 1), itemsize=4, workspace_bytes=2**40
     )
@@ -131,6 +135,15 @@ def test_half_precision_panels_fit_their_half_of_the_workspace() -> None:
         assert len(plan.panels) > 1
         for panel in plan.panels:
             assert 4 * panel.batch * panel.time * shape.d * per_row(panel) <= workspace // 2
+
+
+def test_detached_mixing_is_cut_into_panels_too() -> None:
+    """Its backward holds the outputs of one branch, which must not grow with the sequence."""
+    spec, workspace = DilatedSpec((2048, 4096), (1, 2), detach_mixing=True), 32 * 2**20
+    shape = Shape(1, 131072, 8, 8, 64)
+    assert len(plan_dilated(spec, shape, itemsize=4, workspace_bytes=workspace).panels) == 1
+    plan = plan_dilated(spec, shape, itemsize=4, direction="backward", workspace_bytes=workspace)
+    assert max(4 * p.batch * p.time * p.heads * shape.d for p in plan.panels) <= workspace // 2
 
 
 def test_one_branch_of_regular_heads_is_one_tile() -> None:

@@ -23,7 +23,7 @@ def test_folding_and_splitting_keep_every_head_once(
 ) -> None:
     spec = DilatedSpec((64,), (rate,), head_offsets=offsets)  # type: ignore[arg-type]
     heads = branch_heads(spec, 0, h_kv * group, h_kv)
-    boxes = fold_heads(heads)
+    boxes = fold_heads(tuple(heads))
     assert sorted(head for box in boxes for head in box) == heads
     assert all(min(axis.head, axis.row, axis.kv) >= 0 for box in boxes for axis in box.axes)
     parts = [part for box in boxes for part in box.split(units)]
@@ -35,7 +35,7 @@ def test_no_two_boxes_share_a_key_row() -> None:
     """Key gradients of a branch are written once: a second box on the same rows would overwrite them."""
     for h_kv, group, rate in [(1, 12, 5), (2, 6, 4), (3, 4, 3), (4, 3, 2)]:
         heads = branch_heads(DilatedSpec((64,), (rate,)), 0, h_kv * group, h_kv)
-        keys = [{(head.kv, head.row) for head in box} for box in fold_heads(heads)]
+        keys = [{(head.kv, head.row) for head in box} for box in fold_heads(tuple(heads))]
         assert sum(map(len, keys)) == len(set().union(*keys))
 
 
@@ -51,7 +51,7 @@ def test_no_two_boxes_share_a_key_row() -> None:
 )
 def test_regular_heads_are_one_box(h: int, h_kv: int, rate: int, offsets: str) -> None:
     spec = DilatedSpec((64,), (rate,), head_offsets=offsets)  # type: ignore[arg-type]
-    assert len(fold_heads(branch_heads(spec, 0, h, h_kv))) == 1
+    assert len(fold_heads(tuple(branch_heads(spec, 0, h, h_kv)))) == 1
 
 
 def test_grouped_heads_take_the_remainder_first() -> None:

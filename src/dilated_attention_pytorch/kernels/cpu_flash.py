@@ -1,8 +1,9 @@
 """PyTorch's CPU flash attention, with a guard for each input it gets wrong.
 
 Packed tiles already keep it from an empty q or k (which kills the process) and from a last stride other
-than 1 (which gives wrong numbers). Here: NaN and infinity, which it may swallow or leak past the causal mask,
-go to the eager kernel; boolean masks become additive; rows without a visible key get lse -inf, not 0.
+than 1 (which gives wrong numbers). Here: boolean masks become additive; rows without a visible key get
+lse -inf, not 0; and the rows that a NaN or an infinity concerns, which the op may swallow or let leak past
+the causal mask, are computed by the eager kernel, while all others keep their bits.
 """
 
 from __future__ import annotations
@@ -31,16 +32,22 @@ def _why_not(request: Request) -> str | None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     # Without a causal mask every row sees every value, and a non-finite one spreads as it should.
-    if not _finite(k) or (how.is_causal and not _finite(v)):
-        return EAGER.forward(q, k, v, how)
+    if _all_finite(k) and (not how.is_causal or _all_finite(v)):
+        redo, clean_k, clean_v = None, k, v
+    else:
+        redo = _rows_that_see(~(k.isfinite() & v.isfinite()).all(-1), q, how)
+        clean_k, clean_v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, how.is_causal, attn_mask=_bias(q, k, how.mask), scale=how.scale
+        q, clean_k, clean_v, 0.0, how.is_causal, attn_mask=_bias(q, k, how.mask), scale=how.scale
     )
-    if bool((lse == 0).any()) and not _finite(q):  # a swallowed query row leaves lse 0
-        return EAGER.forward(q, k, v, how)
     if how.mask is not None:
-        seen = how.mask.cumsum(-1) > 0 if how.is_causal else how.mask.any(-1, keepdim=True)
-        lse.masked_fill_(~_per_query_head(seen, q), -math.inf)
+        lse.masked_fill_(~_rows_that_see(how.mask, q, how), -math.inf)
+    if bool((lse == 0).any()):  # by right, or because all scores of the row were NaN or -inf
+        swallowed = (lse == 0) & ~out.any(-1)
+        redo = swallowed if redo is None else redo | swallowed
+    if redo is not None and bool(redo.any()):
+        exact, exact_lse = EAGER.forward(q, k, v, how)
+        out, lse = torch.where(redo.unsqueeze(-1), exact, out), torch.where(redo, exact_lse, lse)
     return out, lse
 
 
@@ -55,9 +62,16 @@ def _backward(
     return dq, dk, dv
 
 
-def _finite(x: Tensor) -> bool:
-    # A sum is non-finite if any element is; a finite overflow only costs the slower kernel.
-    return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
+def _all_finite(x: Tensor) -> bool:
+    # The sum is fast, and non-finite if any element is; only a finite overflow needs the second look.
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+    return math.isfinite(total) or bool(x.isfinite().all())
+
+
+def _rows_that_see(keys: Tensor, q: Tensor, how: How) -> Tensor:
+    """(B, H, N): whether a query row sees any of the given keys (B, H_kv, M)."""
+    seen = keys.cumsum(-1) > 0 if how.is_causal else keys.any(-1, keepdim=True)
+    return _per_query_head(seen, q).expand(q.shape[:3])
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:

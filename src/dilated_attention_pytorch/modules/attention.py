@@ -61,8 +61,8 @@ class DilatedAttention(nn.Module):
         if asked := [name for name, value in later.items() if value]:
             raise ValueError(f"not available in this version: {', '.join(asked)}")
         self.spec = DilatedSpec(
-            segment_lengths,  # type: ignore[arg-type]  # the spec turns sequences into tuples
-            dilation_rates,  # type: ignore[arg-type]
+            segment_lengths,
+            dilation_rates,
             scale=softmax_scale,
             dropout_p=attention_dropout if dropout is None else dropout,
             head_mixing=head_mixing,
@@ -128,5 +128,9 @@ class DilatedAttention(nn.Module):
             "head_offsets": (spec.head_offsets, "interleaved"),
             "tail": (spec.tail, "exact"),
             "detach_mixing": (spec.detach_mixing, False),
+            "kernel": (self.kernel, "auto"),
+            "workspace_bytes": (self.workspace_bytes, DEFAULT_WORKSPACE_BYTES),
+            "device": (self.device, None),
+            "dtype": (self.dtype, None),
         }
         return text + "".join(f", {name}={v!r}" for name, (v, default) in changed.items() if v != default)

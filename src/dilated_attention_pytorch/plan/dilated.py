@@ -96,6 +96,16 @@ class _Segments(NamedTuple):
     window: int
 
 
+class _Place(NamedTuple):
+    """The batches and segments of a tile, as its fields of the same names."""
+
+    batch: int
+    num_batch: int
+    start: int
+    segments: int
+    period: int
+
+
 @lru_cache(maxsize=256)
 def plan_dilated(
     spec: DilatedSpec,
@@ -108,18 +118,21 @@ def plan_dilated(
 ) -> Plan:
     """The tiles of a call, cut so that packed copies (and accumulators) fit `workspace_bytes`.
 
-    `docs` are the boundaries `(0, ..., n)` of packed documents. Element sizes below 4 bytes accumulate in
-    float32 panels, which take half of the workspace. A panel is never smaller than one key/value head over
-    the shortest span that cuts no segment; only there may the workspace be exceeded.
+    `docs` are the boundaries `(0, ..., n)` of packed documents. Where results need scratch of their own size
+    (float32 sums of half precision, the branch outputs of detach_mixing's backward), the output is cut into
+    panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
+    over the shortest span that cuts no segment; only there may the workspace be exceeded.
     """
     bounds = (0, shape.n) if docs is None else docs
     spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
     accumulates = itemsize < 4
-    budget = workspace_bytes // 2 if accumulates else workspace_bytes
+    scratch_rows = _scratch_rows(spec, shape, direction, accumulates)
+    budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
     # Packed inputs and kernel results per query and per key row in backward; forward, with half of them,
     # keeps to the same tiles: they stay in cache, and dropout can draw its masks again.
     row_bytes = shape.d * (4 * itemsize + (4 if accumulates else 0))
-    blocks = _panel_blocks(spec, shape, spans, direction, budget if accumulates else None)
+    scratch_bytes = scratch_rows * shape.d * max(4, itemsize)
+    blocks = _panel_blocks(spec, shape, spans, scratch_bytes, budget)
     builder = _TileBuilder(spec, shape, row_bytes, budget)
     panels = []
     for batch, num_batch, kv, num_kv, lo, hi in blocks:
@@ -130,16 +143,22 @@ def plan_dilated(
     return Plan(spec, shape, tuple(panels), builder.covers)
 
 
+def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates: bool) -> int:
+    """Rows of scratch, beside the tiles, for each position and key/value head of a panel."""
+    group = shape.h // shape.h_kv
+    sums = 0 if not accumulates else group if direction == "forward" else group + 2
+    own_outputs = group if spec.detach_mixing and direction == "backward" else 0
+    return sums + own_outputs
+
+
 def _panel_blocks(
-    spec: DilatedSpec, shape: Shape, spans: list[tuple[int, int]], direction: Pass, budget: int | None
+    spec: DilatedSpec, shape: Shape, spans: list[tuple[int, int]], per_kv_row: int, budget: int
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(batch, count, kv head, count, time from, time to) of each panel; one panel without a budget."""
-    if budget is None:
+    """(batch, count, kv head, count, time from, time to) of each panel; one panel if it needs no scratch."""
+    if not per_kv_row:
         if shape.b:
             yield 0, shape.b, 0, shape.h_kv, 0, shape.n
         return
-    group = shape.h // shape.h_kv
-    per_kv_row = 4 * shape.d * (group if direction == "forward" else group + 2)
     rows = max(1, budget // (per_kv_row * shape.h_kv))
     blocks = list(_time_blocks(spec, spans, rows))
     longest = max(hi - lo for lo, hi in blocks)
@@ -207,7 +226,7 @@ class _TileBuilder:
             by_rows.setdefault(-(-(segments.length - head.row) // rate), []).append(head)
         for rows, same in by_rows.items():
             if rows > 0:
-                for box in fold_heads(same):
+                for box in fold_heads(tuple(same)):
                     yield from self._box_tiles(branch, batch, segments, rows, box)
 
     def _box_tiles(
@@ -224,14 +243,14 @@ class _TileBuilder:
         for b, num_b in even_parts(batch[1], batch_fit):
             for s, num_s in even_parts(segments.num, segments_fit):
                 start = segments.start + s * segments.period
+                where = _Place(batch[0] + b, num_b, start, num_s, segments.period)
                 for part in boxes:
-                    where = (batch[0] + b, num_b, start, num_s, segments.period)
                     yield from self._row_tiles(branch, where, part, rows, pieces, segments.window)
 
     def _row_tiles(
         self,
         branch: int,
-        where: tuple[int, int, int, int, int],
+        where: _Place,
         box: HeadBox,
         rows: int,
         pieces: list[tuple[int, int]],

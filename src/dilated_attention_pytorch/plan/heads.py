@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..spec import DilatedSpec
@@ -97,7 +98,8 @@ def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: i
     return [Head(h, offsets[h], h // per_kv) for h in heads]
 
 
-def fold_heads(heads: list[Head]) -> list[HeadBox]:
+@lru_cache(maxsize=1024)
+def fold_heads(heads: tuple[Head, ...]) -> tuple[HeadBox, ...]:
     """Boxes that together hold exactly `heads`, folded greedily; regular head sets give one box."""
     sharing: dict[tuple[int, int], list[Head]] = {}
     for head in heads:
@@ -105,7 +107,7 @@ def fold_heads(heads: list[Head]) -> list[HeadBox]:
     boxes = [_group_box(group) for group in sharing.values()]
     while len(folded := _fold_once(boxes)) < len(boxes):
         boxes = folded
-    return boxes
+    return tuple(boxes)
 
 
 def _group_box(group: list[Head]) -> HeadBox:
