@@ -43,6 +43,13 @@ def test_few_rows_of_a_long_sequence() -> None:
     assert_close(probs.sum(-1), torch.ones(1, 2, 2), torch.float32)
 
 
+def test_rows_keep_their_precision_under_autocast() -> None:
+    q, k = (torch.randn(1, 30, 2, 8) for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        probs = attention_rows(q, k, [3, 29], [30], [1])
+    assert torch.equal(probs, attention_rows(q, k, [3, 29], [30], [1]))
+
+
 @pytest.mark.parametrize("rows", [[], [1.5], [[1]], [-1], [12], torch.tensor([True]), None, ["a"]], ids=str)
 def test_bad_rows(rows: object) -> None:
     q = torch.randn(1, 12, 2, 4)

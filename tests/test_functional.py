@@ -201,6 +201,75 @@ def test_detached_mixing_of_uncovered_rows_over_several_panels() -> None:
                 assert_close(got, want, torch.float64)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+def test_autocast_does_not_lower_the_precision_inside(kernel: str) -> None:
+    tensors = [x.bfloat16().requires_grad_() for x in qkv(200)]
+    weight = torch.randn(2, 200, 6, 8).bfloat16()
+
+    def run() -> list[Tensor]:
+        out, lse = dilated_attention(*tensors, **BRANCHES, kernel=kernel, return_lse=True)
+        return [out, lse, *torch.autograd.grad((out * weight).sum(), tensors)]
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = run()
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_dropout_under_autocast_keeps_its_rate() -> None:
+    x = torch.randn(1, 256, 2, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = dilated_attention(x, x, x, [256], [1], dropout_p=1e-30)
+    assert_close(out, dilated_attention(x, x, x, [256], [1]), torch.bfloat16)
+
+
+def test_large_gradients_of_lse_in_half_precision() -> None:
+    q, k, v = (torch.randn(1, 16, 1, 16).half() for _ in range(3))
+    k = k * 1e-3
+    _, lse = dilated_attention(q.requires_grad_(), k, v, [16], [1], return_lse=True)
+    (grad,) = torch.autograd.grad(lse, q, torch.full_like(lse, 1e5))
+    exact = q.detach().double().requires_grad_()
+    _, lse = dilated_attention(exact, k.double(), v.double(), [16], [1], return_lse=True)
+    (expected,) = torch.autograd.grad(lse, exact, torch.full_like(lse, 1e5))
+    assert_close(grad, expected, torch.float16)
+
+
+def test_a_branch_whose_scores_overflow_leaves_the_others_alone() -> None:
+    q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1, 2)
+    q[0, :, 0] = torch.tensor([1e20, 1.0])
+    k[0, :, 0] = torch.tensor([0.0, -50.0])
+    k[0, 1::2, 0, 0] = -1e20
+    assert_close(
+        dilated_attention(q, k, torch.ones_like(q), [1, 4], [1, 1], scale=1.0),
+        torch.ones_like(q),
+        torch.float32,
+    )
+
+
+def test_forward_mode_is_refused_not_dropped() -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: dilated_attention(x, k, v, **BRANCHES), (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(TypeError, match="no forward-mode derivative"):
+            dilated_attention(q, k, dual, **BRANCHES)
+        assert dilated_attention(q, k, v, **BRANCHES).shape == q.shape
+
+
+def test_many_query_heads_on_one_key_head_are_split_over_tiles() -> None:
+    tensors = [torch.randn(1, 40, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (12, 1, 1)]
+    branches: dict[str, Any] = {"segment_lengths": (20, 40), "dilation_rates": (1, 3)}
+    for causal in (False, True):
+        results = []
+        for attention in (dilated_attention, dilated_attention_reference):
+            options = {"workspace_bytes": 2**15} if attention is dilated_attention else {}
+            out = attention(*tensors, **branches, is_causal=causal, **options)  # type: ignore[operator]
+            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want, torch.float64)
+
+
 def test_several_threads_give_the_same_results() -> None:
     tensors = [x.requires_grad_() for x in qkv(1500)]
     branches: dict[str, Any] = {"segment_lengths": (256, 700), "dilation_rates": (1, 3), "is_causal": True}

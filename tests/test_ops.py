@@ -74,6 +74,18 @@ def test_compiles_with_masks_and_documents() -> None:
             assert_close(a, b, torch.float32)
 
 
+def test_compiles_with_segments_taken_from_the_shape() -> None:
+    torch._dynamo.reset()
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dilated_attention(q, k, v, [q.shape[1]], [1])
+
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    for n in (37, 64):
+        tensors = qkv(n)
+        assert_close(compiled(*tensors), whole(*tensors), torch.float32)
+
+
 def test_export_round_trips_with_a_dynamic_length() -> None:
     module = DilatedAttention(SEGMENTS, RATES).eval()
     q, k, v = (x.detach() for x in qkv(37))

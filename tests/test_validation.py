@@ -39,6 +39,9 @@ X = torch.randn(1, 16, 4, 8)
         ({"segment_lengths": "48"}, TypeError, "segment_lengths must be a sequence of integers, got '48'"),
         ({"segment_lengths": [4, 2**63]}, ValueError, r"segment_lengths must be below 2\*\*62"),
         ({"dilation_rates": [1, 2**40]}, ValueError, r"dilation_rates must be below 2\*\*31"),
+        ({"segment_lengths": {4, 8}}, TypeError, "segment_lengths must be a sequence of integers"),
+        ({"workspace_bytes": 10**30}, ValueError, r"workspace_bytes must be below 2\*\*62"),
+        ({"scale": 10**400}, ValueError, "scale must be finite, got inf"),
         ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got 'no'"),
         ({"cu_seqlens": torch.empty(2, dtype=torch.int32, device="meta")}, ValueError, "of q, cpu, got meta"),
         (

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from .functional import check_inputs
-from .ops import document_bounds
+from .ops import document_bounds, without_autocast
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+
+_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def attention_rows(
@@ -52,7 +54,8 @@ def attention_rows(
     counts, phantoms = _counts(spec, index, n, h, k.shape[2], cu_seqlens)
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, index].to(dtype).unflatten(2, (k.shape[2], -1))  # type: ignore[no-untyped-call]
-    scores = torch.einsum("bikgd,bjkd->bkgij", query, k.to(dtype)).flatten(1, 2)
+    with without_autocast(q.device):
+        scores = torch.einsum("bikgd,bjkd->bkgij", query, k.to(dtype)).flatten(1, 2)
     scores = scores * (1.0 / math.sqrt(d) if spec.scale is None else spec.scale)
     visible = counts > 0
     if key_mask is not None:
@@ -69,9 +72,9 @@ def attention_rows(
 def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
     try:
         index = torch.as_tensor(rows, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}") from error
-    if index.dtype.is_floating_point or index.dtype == torch.bool or index.dim() != 1 or not index.numel():
+    if index.dtype not in _INDEX_DTYPES or index.dim() != 1 or not index.numel():
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}")
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= n:

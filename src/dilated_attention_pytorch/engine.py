@@ -77,7 +77,10 @@ class Inputs:
                 # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
                 hidden = ~mask.unsqueeze(-1)
                 k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-        dropout = Dropout(self.dropout_p, self.seed + tile.index) if self.dropout_p else None
+        dropout = None
+        if self.dropout_p:
+            seed = (self.seed + tile.index * 0x9E3779B97F4A7C15) % 2**63  # far apart for neighbouring tiles
+            dropout = Dropout(self.dropout_p, seed)
         return q, k, v, How(tile.is_causal, self.scale, mask, dropout)
 
 

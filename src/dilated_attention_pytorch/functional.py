@@ -8,6 +8,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .kernels import check_kernel_name
 from .ops import dilated_attention_op
@@ -113,7 +114,7 @@ def dilated_attention(
         gradients.
 
     Under autocast the inputs are cast like those of `scaled_dot_product_attention`. There is no second
-    derivative.
+    and no forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
     spec = DilatedSpec(
         segment_lengths,
@@ -128,6 +129,7 @@ def dilated_attention(
     )
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, key_mask, cu_seqlens)
+    _refuse_forward_mode(q, k, v)
     check_execution(kernel, workspace_bytes)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
@@ -166,11 +168,21 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """The custom op would drop a tangent without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise TypeError("dilated_attention has no forward-mode derivative, got a tensor with a tangent")
+
+
 def check_execution(kernel: str, workspace_bytes: int) -> None:
     """Validates how to run, as far as that can be known without tensors."""
     check_kernel_name(kernel)
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
+    if workspace_bytes >= 2**62:
+        raise ValueError(f"workspace_bytes must be below 2**62, got {workspace_bytes}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

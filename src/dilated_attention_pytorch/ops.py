@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ class Options(NamedTuple):
 
 
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
+# Packings of documents rarely come back: their plans are kept for the backward pass, not for later calls.
+_plan_documents = lru_cache(maxsize=8)(plan_dilated.__wrapped__)
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
@@ -65,7 +68,8 @@ def dilated_attention_op(
     options = Options(*raw)
     # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
     plan = _plan(options, "backward" if options.dropout_p else "forward", q, k, cu_seqlens)
-    return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed))
+    with without_autocast(q.device):
+        return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed))
 
 
 @torch.library.custom_op(
@@ -91,17 +95,31 @@ def dilated_attention_backward_op(
     options = Options(*raw)
     plan = _plan(options, "backward", q, k, cu_seqlens)
     inputs = _inputs(options, q, k, v, key_mask, seed)
-    return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
+    with without_autocast(q.device):
+        return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Keeps autocast, which acts on what the caller passes in, from lowering the precision inside."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
     b, n, h, d = q.shape
-    return plan_dilated(
+    shape, docs = Shape(b, n, h, k.shape[2], d), None
+    if q.element_size() >= 4 and not options.detach_mixing:
+        direction = "forward"  # both passes then have the same plan, and share its place in the cache
+    make = plan_dilated
+    if cu_seqlens is not None:
+        make, docs = _plan_documents, document_bounds(cu_seqlens, n)
+    return make(
         options.spec,
-        Shape(b, n, h, k.shape[2], d),
+        shape,
         itemsize=q.element_size(),
         direction=direction,
-        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
+        docs=docs,
         workspace_bytes=options.workspace_bytes,
     )
 
@@ -122,7 +140,7 @@ def _short(values: tuple[int, ...]) -> str:
 def _inputs(
     options: Options, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | None
 ) -> engine.Inputs:
-    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0)
+    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
     dropout_p, workspace = options.dropout_p, engine.Workspace()

@@ -61,11 +61,11 @@ class DilatedSpec:
 
 
 def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__getitem__"):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     numbers = []
     for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
             raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__}")
         numbers.append(operator.index(value))
     if not numbers:
@@ -80,7 +80,10 @@ def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ..
 def _finite_float(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite, got {number}")
     return number

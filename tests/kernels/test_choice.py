@@ -47,6 +47,7 @@ def test_auto_takes_the_first_that_can_run(request_: Request, name: str) -> None
         (Request(GPU, torch.float64), "cuda", "float64"),
         (Request(GPU, torch.float16, masked=True), "cuda", "takes no mask"),
         (Request(GPU, torch.float16, dropout=True), "cuda", "dropout"),
+        (Request(GPU, torch.float16, scale=-1.0), "cuda", "needs a positive scale, and got -1.0"),
     ],
 )
 def test_a_named_kernel_says_why_it_cannot_run(request_: Request, name: str, reason: str) -> None:

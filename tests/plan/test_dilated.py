@@ -162,6 +162,17 @@ def test_plans_are_cached_hashable_and_print_themselves() -> None:
     assert len(text.splitlines()) == 3 + len(plan.tiles)
 
 
+def test_an_absurd_workspace_does_not_cut_single_rows() -> None:
+    plan = plan_dilated(DilatedSpec((640,), (1,)), Shape(1, 640, 1, 1, 8), itemsize=4, workspace_bytes=1)
+    assert len(plan.tiles) == 40 * 40
+
+
+def test_query_heads_are_split_before_rows_get_short() -> None:
+    plan = plan_dilated(DilatedSpec((16384,), (1,)), Shape(1, 16384, 128, 1, 128), itemsize=4)
+    assert min(tile.q_count for tile in plan.tiles) >= 512
+    assert plan.num_pairs == 128 * 16384**2
+
+
 def test_equal_documents_run_together() -> None:
     docs = tuple(range(0, 1001, 10))
     plan = plan_dilated(DilatedSpec((64,), (1,)), Shape(1, 1000, 1, 1, 8), itemsize=4, docs=docs)

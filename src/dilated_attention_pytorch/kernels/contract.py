@@ -16,6 +16,7 @@ class Request(NamedTuple):
     dtype: torch.dtype
     masked: bool = False
     dropout: bool = False
+    scale: float = 1.0
 
 
 class Dropout(NamedTuple):

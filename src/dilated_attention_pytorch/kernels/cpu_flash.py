@@ -31,6 +31,8 @@ def _why_not(request: Request) -> str | None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    if how.is_causal and how.scale <= 0:  # the op multiplies its causal mask, -inf, by the scale
+        return EAGER.forward(q, k, v, how)
     # Without a causal mask every row sees every value, and a non-finite one spreads as it should.
     if _all_finite(k) and (not how.is_causal or _all_finite(v)):
         redo, clean_k, clean_v = None, k, v

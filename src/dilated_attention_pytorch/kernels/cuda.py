@@ -24,6 +24,10 @@ def _why_not(request: Request) -> str | None:
         return f"it runs on cuda, and the tensors are on {request.device}"
     if request.masked:
         return "the flash op takes no mask, and the efficient op defines no lse for fully masked rows"
+    if request.scale <= 0:
+        return (
+            f"it scales after taking the row maximum, which needs a positive scale, and got {request.scale}"
+        )
     if request.dropout:
         return "it cannot repeat a dropout mask over merged tiles"
     if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):

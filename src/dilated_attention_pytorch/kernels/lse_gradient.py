@@ -33,10 +33,12 @@ def with_lse_gradient(op_backward: OpBackward) -> Backward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = op_backward(grad_out, q, k, v, out, lse, how)
         if grad_lse is not None:
-            grad = F.pad(grad_lse.unsqueeze(-1).to(q.dtype), (0, q.shape[-1] - 1))
+            # Half precision cannot hold a large gradient of the float32 lse; its share of the largest it can.
+            largest = grad_lse.abs().amax().clamp_min(torch.finfo(grad_lse.dtype).tiny)
+            grad = F.pad((grad_lse / largest).unsqueeze(-1).to(q.dtype), (0, q.shape[-1] - 1))
             minus_one = F.pad(-torch.ones_like(grad_lse, dtype=q.dtype).unsqueeze(-1), (0, q.shape[-1] - 1))
             dq_lse, dk_lse, _ = op_backward(grad, q, k, torch.zeros_like(v), minus_one, lse, how)
-            dq, dk = dq + dq_lse, dk + dk_lse
+            dq, dk = dq + dq_lse * largest, dk + dk_lse * largest
         return dq, dk, dv
 
     return backward

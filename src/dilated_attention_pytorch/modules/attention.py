@@ -76,6 +76,8 @@ class DilatedAttention(nn.Module):
         self.kernel, self.workspace_bytes = kernel, workspace_bytes
         self.enable_memory_pool, self.use_pattern_cache = enable_memory_pool, use_pattern_cache
         self.device = None if device is None else torch.device(device)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         self.dtype = dtype
 
     def forward(
@@ -111,10 +113,12 @@ class DilatedAttention(nn.Module):
         )
 
     def _check_declared(self, query: Tensor) -> None:
+        if not isinstance(query, Tensor):
+            return  # dilated_attention rejects it
         if self.dtype is not None and query.dtype != self.dtype:
             raise TypeError(f"this module was made for {self.dtype}, got {query.dtype}")
         if self.device is not None and (
-            query.device.type != self.device.type or self.device.index not in (None, query.device.index)
+            query.device.type != self.device.type or self.device.index not in (None, query.device.index or 0)
         ):
             raise ValueError(f"this module was made for the device {self.device}, got {query.device}")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -17,6 +19,8 @@ from .tiles import Origin, Tile
 
 MAX_GRID = 65535  # CUDA launches fail beyond this many batches or heads
 MAX_ROWS = 32768  # the CUDA memory-efficient kernel is reported wrong beyond 65536 rows
+MIN_ROWS = 16  # shorter pieces would be all overhead, whatever the workspace
+GOOD_ROWS = 1024  # query heads that share keys are split over tiles before their rows get shorter than this
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
 
 Pass = Literal["forward", "backward"]
@@ -121,7 +125,8 @@ def plan_dilated(
     `docs` are the boundaries `(0, ..., n)` of packed documents. Where results need scratch of their own size
     (float32 sums of half precision, the branch outputs of detach_mixing's backward), the output is cut into
     panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
-    over the shortest span that cuts no segment; only there may the workspace be exceeded.
+    over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
+    there may the workspace be exceeded.
     """
     bounds = (0, shape.n) if docs is None else docs
     spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
@@ -232,8 +237,23 @@ class _TileBuilder:
     def _box_tiles(
         self, branch: int, batch: tuple[int, int], segments: _Segments, rows: int, box: HeadBox
     ) -> Iterator[Tile]:
+        group_fit = max(1, self.budget // (self.row_bytes * min(rows, GOOD_ROWS)) - 1)
+        for first, group in even_parts(box.group, group_fit):
+            head = box.first._replace(head=box.first.head + first * box.group_step)
+            part = replace(box, first=head, group=group)
+            yield from self._cut_box(branch, batch, segments, rows, part, opens_keys=first == 0)
+
+    def _cut_box(
+        self,
+        branch: int,
+        batch: tuple[int, int],
+        segments: _Segments,
+        rows: int,
+        box: HeadBox,
+        opens_keys: bool,
+    ) -> Iterator[Tile]:
         row_bytes = self.row_bytes * (box.group + 1)  # the queries that share a key row, and that row
-        pieces = list(even_parts(rows, max(1, min(MAX_ROWS, self.budget // row_bytes))))
+        pieces = list(even_parts(rows, max(MIN_ROWS, min(MAX_ROWS, self.budget // row_bytes))))
         units_fit = max(1, self.budget // (row_bytes * pieces[0][1]))
         boxes = list(box.split(min(units_fit, max(1, MAX_GRID // box.group))))
         segments_fit = min(segments.num, MAX_GRID, max(1, units_fit // boxes[0].num_units))
@@ -245,7 +265,7 @@ class _TileBuilder:
                 start = segments.start + s * segments.period
                 where = _Place(batch[0] + b, num_b, start, num_s, segments.period)
                 for part in boxes:
-                    yield from self._row_tiles(branch, where, part, rows, pieces, segments.window)
+                    yield from self._row_tiles(branch, where, part, rows, pieces, segments.window, opens_keys)
 
     def _row_tiles(
         self,
@@ -255,6 +275,7 @@ class _TileBuilder:
         rows: int,
         pieces: list[tuple[int, int]],
         window: int,
+        opens_keys: bool,
     ) -> Iterator[Tile]:
         """All (query piece, key piece) rectangles; under is_causal those at and below the diagonal."""
         spec, rate = self.spec, self.spec.dilation_rates[branch]
@@ -275,7 +296,7 @@ class _TileBuilder:
                     first_for_queries=spec.head_mixing == "grouped" or branch == self.order[0],
                     first_for_keys=self.first_for_keys[branch],
                     opens_queries=j == 0,
-                    opens_keys=diagonal if spec.is_causal else i == 0,
+                    opens_keys=opens_keys and (diagonal if spec.is_causal else i == 0),
                 )
                 self.num_tiles += 1
 
@@ -283,10 +304,10 @@ class _TileBuilder:
 def _branch_segments(window: int, time: tuple[int, int], spans: list[tuple[int, int]]) -> list[_Segments]:
     """The segments of a branch inside a panel's time, equal neighbours (also across documents) together."""
     groups: list[_Segments] = []
-    for span_lo, span_hi in spans:
+    first = bisect_right(spans, time[0], key=itemgetter(0)) - 1
+    after = bisect_left(spans, time[1], key=itemgetter(0))
+    for span_lo, span_hi in spans[first:after]:
         lo, hi = max(span_lo, time[0]), min(span_hi, time[1])
-        if hi <= lo:
-            continue
         clamped = min(window, span_hi - span_lo)
         full, rest = divmod(hi - lo, clamped)
         for new in (
