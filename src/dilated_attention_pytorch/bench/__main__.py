@@ -18,7 +18,7 @@ DESCRIPTION = """\
 Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
 against the bytes of its results, and how both grow up to a million positions.
 
-Every case is first checked against the definition; a wrong answer is never measured. Targets are shown next
+Every case is checked against the definition; a wrong answer is never reported. Targets are shown next
 to the figures as met or not met. The table goes to standard output, progress to standard error.
 """
 EPILOG = """\
@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list suites and cases, measure nothing")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their name")
     parser.add_argument(
-        "--repeats", type=int, metavar="N", help="timed rounds, instead of each case's own number"
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="rounds of the speed and short cases, instead of their own number",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")

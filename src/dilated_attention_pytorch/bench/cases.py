@@ -99,12 +99,12 @@ SUITES: dict[str, tuple[Case, ...]] = {
         TimeCase("forward", _SPEED, _ONE, target=1.10),
         TimeCase("causal forward", _SPEED_CAUSAL, _ONE, target=1.15),
         TimeCase("forward + backward", _SPEED, _ONE, backward=True, target=1.08),
-        TimeCase("causal forward + backward", _SPEED_CAUSAL, _ONE, backward=True),
+        TimeCase("causal forward + backward", _SPEED_CAUSAL, _ONE, backward=True, target=1.08),
     ),
     "short": (
         TimeCase("short forward", _SHORT, _SHORT_CALLS, target=1.5),
         TimeCase("short forward, new lengths", _SHORT, _SHORT_CALLS, new_lengths=True, target=1.5),
-        TimeCase("short forward + backward", _SHORT, _SHORT_CALLS, backward=True),
+        TimeCase("short forward + backward", _SHORT, _SHORT_CALLS, backward=True, target=1.5),
     ),
     "memory": (
         MemoryCase("memory of forward", _MEMORY, 131072, target=1.25),

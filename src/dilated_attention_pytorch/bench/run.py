@@ -14,7 +14,8 @@ from .record import Result, make_result
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    repeats = case.repeats if repeats is None else repeats
+    if repeats is None or not isinstance(case, TimeCase):
+        repeats = case.repeats
     say(f"{case.name}: checking")
     error = check_case(case)
     if isinstance(case, TimeCase):
