@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"memory", "spec"},
+    {"spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine"},
     {"ops"},

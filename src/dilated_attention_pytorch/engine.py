@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .kernels import Dropout, How, Kernel
-from .memory import empty
 from .merge import add_null_keys, merge_
 from .plan import Panel, Plan, Tile
 from .plan.tiles import WHOLE, Origin
@@ -29,7 +28,7 @@ class Workspace:
         buffer = self.buffers.get(slot)
         if buffer is None or buffer.numel() < numel or buffer.dtype != dtype:
             self.buffers.pop(slot, None)  # freed before its successor is allocated
-            buffer = self.buffers[slot] = empty((numel,), dtype, device)
+            buffer = self.buffers[slot] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
 
@@ -87,7 +86,7 @@ class Inputs:
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
     q, dtype = inputs.q, inputs.accumulate_dtype
-    out = empty(tuple(q.shape), q.dtype, q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype, device=q.device)
     if not plan.covered:
         lse.fill_(-math.inf)
@@ -108,7 +107,8 @@ def backward(
     plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v))
+    tensors = (inputs.q, inputs.k, inputs.v)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
     for panel in plan.panels:
         sums = _Gradients(dq, dk, dv)
         blocks = (panel.query_block(dq), panel.key_block(dk), panel.key_block(dv))
