@@ -46,8 +46,10 @@ def test_targets_stand_in_the_cases() -> None:
         "forward": 1.10,
         "causal forward": 1.15,
         "forward + backward": 1.08,
+        "causal forward + backward": 1.08,
         "short forward": 1.5,
         "short forward, new lengths": 1.5,
+        "short forward + backward": 1.5,
         "memory of forward": 1.25,
         "memory of forward + backward": 1.25,
     }
