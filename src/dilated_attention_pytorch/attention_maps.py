@@ -72,7 +72,7 @@ def attention_rows(
 def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
     try:
         index = torch.as_tensor(rows, device=device)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}") from error
     if index.dtype not in _INDEX_DTYPES or index.dim() != 1 or not index.numel():
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}")
