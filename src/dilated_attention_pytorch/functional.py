@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .kernels import check_kernel_name
-from .ops import dilated_attention_op
+from .ops import autocasts, dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 
@@ -160,10 +160,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (q, k, v)
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # for check_inputs to reject
-    device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not autocasts(q.device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return q, k, v
 

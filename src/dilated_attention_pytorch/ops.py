@@ -41,8 +41,6 @@ class Options(NamedTuple):
 
 
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
-# Packings of documents rarely come back: their plans are kept for the backward pass, not for later calls.
-_plan_documents = lru_cache(maxsize=8)(plan_dilated.__wrapped__)
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
@@ -101,25 +99,21 @@ def dilated_attention_backward_op(
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Keeps autocast, which acts on what the caller passes in, from lowering the precision inside."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
     b, n, h, d = q.shape
-    shape, docs = Shape(b, n, h, k.shape[2], d), None
-    if q.element_size() >= 4 and not options.detach_mixing:
-        direction = "forward"  # both passes then have the same plan, and share its place in the cache
-    make = plan_dilated
-    if cu_seqlens is not None:
-        make, docs = _plan_documents, document_bounds(cu_seqlens, n)
-    return make(
+    return plan_dilated(
         options.spec,
-        shape,
+        Shape(b, n, h, k.shape[2], d),
         itemsize=q.element_size(),
         direction=direction,
-        docs=docs,
+        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
         workspace_bytes=options.workspace_bytes,
     )
 

@@ -173,6 +173,17 @@ def test_query_heads_are_split_before_rows_get_short() -> None:
     assert plan.num_pairs == 128 * 16384**2
 
 
+def test_passes_share_a_plan_unless_their_scratch_differs() -> None:
+    def both(itemsize: int, **options: bool) -> tuple[Plan, Plan]:
+        spec, shape = DilatedSpec((16, 32), (1, 2), **options), Shape(1, 100, 4, 2, 8)
+        forward = plan_dilated(spec, shape, itemsize=itemsize, direction="forward")
+        return forward, plan_dilated(spec, shape, itemsize=itemsize, direction="backward")
+
+    assert len({id(plan) for plan in both(4)}) == 1
+    assert len({id(plan) for plan in both(2)}) == 2
+    assert len({id(plan) for plan in both(4, detach_mixing=True)}) == 2
+
+
 def test_equal_documents_run_together() -> None:
     docs = tuple(range(0, 1001, 10))
     plan = plan_dilated(DilatedSpec((64,), (1,)), Shape(1, 1000, 1, 1, 8), itemsize=4, docs=docs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..plan import Plan, Shape, plan_dilated
+from ..plan import Plan, Shape, forget_plans, plan_dilated
 from .cases import Config, TimeCase
 
 Candidate = Callable[[], object]
@@ -68,7 +68,7 @@ def dilated_candidate(case: TimeCase) -> Candidate:
 
     def run() -> None:
         if case.new_lengths:
-            plan_dilated.cache_clear()
+            forget_plans()
         for tensors in calls:
             if case.backward:
                 q, k, v = leaves = [x.detach().requires_grad_() for x in tensors[:3]]

@@ -110,7 +110,6 @@ class _Place(NamedTuple):
     period: int
 
 
-@lru_cache(maxsize=256)
 def plan_dilated(
     spec: DilatedSpec,
     shape: Shape,
@@ -127,11 +126,32 @@ def plan_dilated(
     panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
     over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
     there may the workspace be exceeded.
+
+    Plans are cached. Passes that need the same scratch share one; packings of documents rarely come back, so
+    theirs are kept for the backward pass, not for later calls.
     """
+    scratch_rows = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
+    build = _sequence_plan if docs is None else _documents_plan
+    return build(spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
+
+
+def forget_plans() -> None:
+    """Empties the caches of `plan_dilated`."""
+    _sequence_plan.cache_clear()
+    _documents_plan.cache_clear()
+
+
+def _build_plan(
+    spec: DilatedSpec,
+    shape: Shape,
+    itemsize: int,
+    scratch_rows: int,
+    docs: tuple[int, ...] | None,
+    workspace_bytes: int,
+) -> Plan:
     bounds = (0, shape.n) if docs is None else docs
     spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
     accumulates = itemsize < 4
-    scratch_rows = _scratch_rows(spec, shape, direction, accumulates)
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
     # Packed inputs and kernel results per query and per key row in backward; forward, with half of them,
     # keeps to the same tiles: they stay in cache, and dropout can draw its masks again.
@@ -146,6 +166,10 @@ def plan_dilated(
         origin = (batch, lo, kv * group)
         panels.append(Panel(origin, num_batch, hi - lo, num_kv * group, kv, num_kv, tiles))
     return Plan(spec, shape, tuple(panels), builder.covers)
+
+
+_sequence_plan = lru_cache(maxsize=256)(_build_plan)
+_documents_plan = lru_cache(maxsize=8)(_build_plan)
 
 
 def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates: bool) -> int:
