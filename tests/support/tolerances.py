@@ -6,6 +6,8 @@ of the same (already rounded) inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,3 +25,14 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str
     if finite.any():
         error = (actual - expected)[finite].abs().max().item() / max(1.0, expected[finite].abs().max().item())
         assert error < TOLERANCES[dtype], f"{what}: error {error:.3e} in {dtype}"
+
+
+def assert_same_gradients(
+    actual: Tensor, expected: Tensor, leaves: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """A random loss over two equal outputs has the same gradients through either."""
+    weight = torch.randn_like(expected)
+    got = torch.autograd.grad((actual * weight).sum(), leaves)
+    want = torch.autograd.grad((expected * weight).sum(), leaves)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, dtype, "gradient")
