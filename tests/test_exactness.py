@@ -32,7 +32,8 @@ def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: s
         return [out, lse, *torch.autograd.grad(loss, leaves)]
 
     tensors = config.tensors(dtype)
-    actual = run(dilated_attention, tensors, kernel=kernel, workspace_bytes=config.workspace_bytes)
+    execution = {"workspace_bytes": config.workspace_bytes, "memory": config.memory}
+    actual = run(dilated_attention, tensors, kernel=kernel, **execution)
     expected = run(dilated_attention_reference, tuple(x.to(torch.float64) for x in tensors))
     assert actual[0].dtype == dtype
     assert actual[0].is_contiguous()

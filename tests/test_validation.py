@@ -62,6 +62,10 @@ X = torch.randn(1, 16, 4, 8)
         ({"tail": "pad"}, ValueError, "tail must be one of 'exact', 'phantom', got 'pad'"),
         ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
         ({"detach_mixing": "no"}, TypeError, "detach_mixing must be a bool, got 'no'"),
+        ({"memory": "swap"}, ValueError, "memory must be 'fresh', 'pool', 'lightweight' or a buffer manager"),
+        ({"memory": "manager:0"}, ValueError, "or a buffer manager's name, got 'manager:0'"),
+        ({"memory": None}, ValueError, "memory must be .* got None"),
+        ({"use_pattern_cache": 1}, TypeError, "use_pattern_cache must be a bool, got 1"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be a positive integer, got 0"),
         ({"workspace_bytes": 2.5}, ValueError, "workspace_bytes must be a positive integer, got 2.5"),
         ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
@@ -139,6 +143,6 @@ def test_the_spec_normalises_and_is_hashable() -> None:
 
 
 def test_calling_the_op_directly_is_validated_too() -> None:
-    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20)
+    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True)
     with pytest.raises(ValueError, match="segment_lengths must be positive"):
         dilated_attention_op(X, X, X, None, None, None, [0], [1], *options)

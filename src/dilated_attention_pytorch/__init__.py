@@ -6,9 +6,19 @@ with warnings.catch_warnings():
     # torch warns when it is imported without NumPy, which nothing here needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     from .attention_maps import attention_rows
+    from .factory import choose_dilated_attention, create_dilated_attention
     from .functional import dilated_attention
-    from .modules import DilatedAttention
+    from .modules import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
     from .spec import DilatedSpec
 
-__all__ = ["DilatedAttention", "DilatedSpec", "attention_rows", "dilated_attention"]
+__all__ = [
+    "DilatedAttention",
+    "DilatedSpec",
+    "ImprovedDilatedAttention",
+    "ImprovedDilatedAttentionV2",
+    "attention_rows",
+    "choose_dilated_attention",
+    "create_dilated_attention",
+    "dilated_attention",
+]
 __version__ = "0.1.0"

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from .core.workspace import Workspace
 from .kernels import Dropout, How, Kernel
 from .merge import add_null_keys, merge_
 from .plan import Panel, Plan, Tile
 from .plan.tiles import WHOLE, Origin
-
-
-@dataclass
-class Workspace:
-    """Scratch memory that tiles reuse one after the other, by slot name."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory of `shape`, valid until the slot is taken again."""
-        numel = math.prod(shape)
-        buffer = self.buffers.get(slot)
-        if buffer is None or buffer.numel() < numel or buffer.dtype != dtype:
-            self.buffers.pop(slot, None)  # freed before its successor is allocated
-            buffer = self.buffers[slot] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel].view(shape)
 
 
 @dataclass(frozen=True)
@@ -63,9 +48,9 @@ class Inputs:
 
     def pack_tile(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, How]:
         d = self.q.shape[-1]
-        q = self.pack("q", tile.query_view(self.q), tile.q_shape(d))
-        k = self.pack("k", tile.key_view(self.k), tile.k_shape(d))
-        v = self.pack("v", tile.key_view(self.v), tile.k_shape(d))
+        q = self.pack("query", tile.query_view(self.q), tile.q_shape(d))
+        k = self.pack("key", tile.key_view(self.k), tile.k_shape(d))
+        v = self.pack("value", tile.key_view(self.v), tile.k_shape(d))
         mask = None
         if self.key_mask is not None:
             rows = self.key_mask.unsqueeze(-1).expand(-1, -1, self.k.shape[2])
@@ -85,9 +70,9 @@ class Inputs:
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
-    q, dtype = inputs.q, inputs.accumulate_dtype
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype, device=q.device)
+    q, dtype, workspace = inputs.q, inputs.accumulate_dtype, inputs.workspace
+    out = workspace.result(q.shape, q.dtype, q.device)
+    lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), dtype, q.device)
     if not plan.covered:
         lse.fill_(-math.inf)
     for panel in plan.panels:
@@ -108,7 +93,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     tensors = (inputs.q, inputs.k, inputs.v)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+    dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
     for panel in plan.panels:
         sums = _Gradients(dq, dk, dv)
         blocks = (panel.query_block(dq), panel.key_block(dk), panel.key_block(dv))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .core.sources import check_memory
 from .kernels import check_kernel_name
 from .ops import autocasts, dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
@@ -38,6 +39,8 @@ def dilated_attention(
     return_lse: Literal[False] = ...,
     kernel: str = ...,
     workspace_bytes: int = ...,
+    memory: str = ...,
+    use_pattern_cache: bool = ...,
 ) -> Tensor: ...
 
 
@@ -61,6 +64,8 @@ def dilated_attention(
     return_lse: Literal[True],
     kernel: str = ...,
     workspace_bytes: int = ...,
+    memory: str = ...,
+    use_pattern_cache: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -83,6 +88,8 @@ def dilated_attention(
     return_lse: bool = False,
     kernel: str = "auto",
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    memory: str = "fresh",
+    use_pattern_cache: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which every branch `(w, r)` sees each r-th position of its segment of w positions.
 
@@ -107,6 +114,10 @@ def dilated_attention(
         return_lse: also return the log-sum-exp of the scores, (b, h, n), differentiable.
         kernel: "auto", "cuda", "cpu_flash" or "eager"; a named kernel runs or raises.
         workspace_bytes: what packed tiles and accumulators may take; see `plan.plan_dilated`.
+        memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees
+            and tries again when memory runs out), "lightweight" (the pool's scratch only), or the `name` of a
+            buffer manager.
+        use_pattern_cache: keep the plan of this shape for later calls; False plans each call anew.
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
@@ -130,7 +141,7 @@ def dilated_attention(
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, key_mask, cu_seqlens)
     _refuse_forward_mode(q, k, v)
-    check_execution(kernel, workspace_bytes)
+    check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
     out, lse = dilated_attention_op(
@@ -151,6 +162,8 @@ def dilated_attention(
         spec.detach_mixing,
         kernel,
         workspace_bytes,
+        memory,
+        use_pattern_cache,
     )
     return (out, lse) if return_lse else out
 
@@ -175,8 +188,11 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
         raise TypeError("dilated_attention has no forward-mode derivative, got a tensor with a tangent")
 
 
-def check_execution(kernel: str, workspace_bytes: int) -> None:
+def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_cache: bool) -> None:
     """Validates how to run, as far as that can be known without tensors."""
+    check_memory(memory)
+    if not isinstance(use_pattern_cache, bool):
+        raise TypeError(f"use_pattern_cache must be a bool, got {use_pattern_cache!r}")
     check_kernel_name(kernel)
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import engine
+from .core.host_memory import describe_bytes, is_out_of_memory
+from .core.memory_pool import out_of_memory, release_idle_memory
+from .core.pattern_cache import get_global_pattern_cache
+from .core.sources import find_source
+from .core.workspace import Workspace
 from .kernels import Request, choose_kernel
 from .plan import Plan, Shape, plan_dilated
 from .plan.dilated import Pass
@@ -33,18 +38,23 @@ class Options(NamedTuple):
     detach_mixing: bool
     kernel: str
     workspace_bytes: int
+    memory: str
+    use_pattern_cache: bool
 
     @property
     def spec(self) -> DilatedSpec:
-        segment_lengths, dilation_rates, *others = self[:-2]
+        segment_lengths, dilation_rates, *others = self[:-4]
         return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
 
 
+_T = TypeVar("_T")
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
+_DROPOUT_P = Options._fields.index("dropout_p")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
-    "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes"
+    "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes, "
+    "str memory, bool use_pattern_cache"
 )
 
 
@@ -63,11 +73,15 @@ def dilated_attention_op(
     *raw: Any,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) and lse (b, h, n); the arguments are those of `functional.dilated_attention`."""
-    options = Options(*raw)
     # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
-    plan = _plan(options, "backward" if options.dropout_p else "forward", q, k, cu_seqlens)
+    direction: Pass = "backward" if raw[_DROPOUT_P] else "forward"
+
+    def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        plan = _plan(options, direction, q, k, cu_seqlens)
+        return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed, workspace))
+
     with without_autocast(q.device):
-        return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed))
+        return _with_memory(Options(*raw), q.device, attend)
 
 
 @torch.library.custom_op(
@@ -90,11 +104,37 @@ def dilated_attention_backward_op(
     *raw: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the forward's results and the gradients of its outputs."""
-    options = Options(*raw)
-    plan = _plan(options, "backward", q, k, cu_seqlens)
-    inputs = _inputs(options, q, k, v, key_mask, seed)
-    with without_autocast(q.device):
+
+    def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan(options, "backward", q, k, cu_seqlens)
+        inputs = _inputs(options, q, k, v, key_mask, seed, workspace)
         return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
+
+    with without_autocast(q.device):
+        return _with_memory(Options(*raw), q.device, attend)
+
+
+def _with_memory(options: Options, device: torch.device, attend: Callable[[Options, Workspace], _T]) -> _T:
+    """Attends with a workspace from where the options say.
+
+    A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller
+    tiles; the latter not with dropout, whose masks depend on the tiles.
+    """
+    lend = find_source(options.memory)
+    if lend is None:
+        return attend(options, Workspace())
+    smaller = () if options.dropout_p else (options.workspace_bytes // 8, options.workspace_bytes // 64)
+    for workspace_bytes in (options.workspace_bytes, options.workspace_bytes, *smaller):
+        try:
+            with lend(device) as workspace:
+                return attend(options._replace(workspace_bytes=max(1, workspace_bytes)), workspace)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
+        release_idle_memory()
+    tried = f"after all idle buffers were freed and tiles cut to {describe_bytes(workspace_bytes)}"
+    raise out_of_memory(failure, device, tried) from failure
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -115,6 +155,7 @@ def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: T
         direction=direction,
         docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
         workspace_bytes=options.workspace_bytes,
+        cache=get_global_pattern_cache() if options.use_pattern_cache else None,
     )
 
 
@@ -132,13 +173,18 @@ def _short(values: tuple[int, ...]) -> str:
 
 
 def _inputs(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | None
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    workspace: Workspace,
 ) -> engine.Inputs:
     request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
-    dropout_p, workspace = options.dropout_p, engine.Workspace()
-    return engine.Inputs(q, k, v, key_mask, options.scale, dropout_p, drawn, kernel, workspace)
+    return engine.Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, kernel, workspace)
 
 
 @dilated_attention_op.register_fake

@@ -57,20 +57,6 @@ def test_declared_device_and_dtype_are_checked(qkv: tuple[Tensor, ...]) -> None:
         DilatedAttention(SEGMENTS, RATES, dtype=torch.float32)(1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("enable_memory_pool", True),
-        ("enable_profiling", True),
-        ("lightweight_pool", True),
-        ("use_pattern_cache", False),
-    ],
-)
-def test_options_that_cannot_be_honoured_raise(option: str, value: bool) -> None:
-    with pytest.raises(ValueError, match=f"not available in this version: {option}"):
-        DilatedAttention(SEGMENTS, RATES, **{option: value})  # type: ignore[arg-type]
-
-
 def test_bad_settings_raise_at_construction() -> None:
     with pytest.raises(ValueError, match="same length"):
         DilatedAttention([4], [1, 2])

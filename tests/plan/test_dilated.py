@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from dilated_attention_pytorch import DilatedSpec
+from dilated_attention_pytorch.core import PatternCache
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
 from dilated_attention_pytorch.plan.dilated import MAX_GRID, MAX_ROWS
 from dilated_attention_pytorch.reference import multiplicity
@@ -153,8 +154,10 @@ def test_one_branch_of_regular_heads_is_one_tile() -> None:
 
 def test_plans_are_cached_hashable_and_print_themselves() -> None:
     spec = DilatedSpec((16, 32), (1, 2))
-    plan = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
-    assert plan is plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
+    cache = PatternCache()
+    plan = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
+    assert plan is plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
+    assert plan == plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
     assert hash(plan) == hash(plan)
     text = str(plan)
     assert "rate 2" in text
@@ -176,8 +179,9 @@ def test_query_heads_are_split_before_rows_get_short() -> None:
 def test_passes_share_a_plan_unless_their_scratch_differs() -> None:
     def both(itemsize: int, **options: bool) -> tuple[Plan, Plan]:
         spec, shape = DilatedSpec((16, 32), (1, 2), **options), Shape(1, 100, 4, 2, 8)
-        forward = plan_dilated(spec, shape, itemsize=itemsize, direction="forward")
-        return forward, plan_dilated(spec, shape, itemsize=itemsize, direction="backward")
+        cache = PatternCache()
+        forward = plan_dilated(spec, shape, itemsize=itemsize, direction="forward", cache=cache)
+        return forward, plan_dilated(spec, shape, itemsize=itemsize, direction="backward", cache=cache)
 
     assert len({id(plan) for plan in both(4)}) == 1
     assert len({id(plan) for plan in both(2)}) == 2

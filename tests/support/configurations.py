@@ -32,6 +32,7 @@ class Configuration:
     docs: tuple[int, ...] | None
     layout: str
     workspace_bytes: int
+    memory: str
     seed: int
 
     @property
@@ -112,5 +113,6 @@ def configurations(draw: st.DrawFn, max_n: int = 600) -> Configuration:
         layout=draw(st.sampled_from(LAYOUTS)),
         # From tiles of a few rows of one head up to everything at once.
         workspace_bytes=draw(st.sampled_from([16 * group * d * max(8, n // 8), 64 * group * d * n, 2**25])),
+        memory=draw(st.sampled_from(["fresh", "pool", "lightweight"])),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..plan import Plan, Shape, forget_plans, plan_dilated
+from ..core import reset_global_pattern_cache
+from ..plan import Plan, Shape, plan_dilated
 from .cases import Config, TimeCase
 
 Candidate = Callable[[], object]
@@ -68,7 +69,7 @@ def dilated_candidate(case: TimeCase) -> Candidate:
 
     def run() -> None:
         if case.new_lengths:
-            forget_plans()
+            reset_global_pattern_cache()
         for tensors in calls:
             if case.backward:
                 q, k, v = leaves = [x.detach().requires_grad_() for x in tensors[:3]]

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
+from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..functional import check_execution, dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+
+DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
+DEFAULT_DILATION_RATES = (1, 2, 4)
 
 
 class DilatedAttention(nn.Module):
     """Dilated attention over (b, n, h, d) tensors; see `dilated_attention` for what it computes.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry a branch; given together, or both left at their defaults.
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
         attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
         head_mixing, head_offsets, tail, detach_mixing, kernel, workspace_bytes: as in `dilated_attention`.
-        use_pattern_cache: plans are cached by shape; switching that off is not available yet and raises.
-        enable_memory_pool, lightweight_pool, enable_profiling: not available yet; True raises.
+        enable_memory_pool: scratch and large results come from the global memory pool, and a call that runs
+            out of memory frees what is idle and tries again in smaller tiles. See docs/memory.md.
+        lightweight_pool: of the pool only what costs next to nothing: scratch is reused, results are fresh.
+        enable_profiling: more figures in the statistics of the pattern cache and the pool in use. Both serve
+            all modules, and so does this switch.
+        use_pattern_cache: plans are kept by shape in the global pattern cache; False plans each call anew.
         device, dtype: what the inputs must have, checked when given. The module has no parameters of its own.
     """
 
+    choice: object = None  # of `create_dilated_attention`: what it chose and why
+
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         *,
@@ -52,14 +64,15 @@ class DilatedAttention(nn.Module):
                 "dropout and attention_dropout are one option, got the two values "
                 f"{dropout} and {attention_dropout}"
             )
-        later = {
+        flags = {
             "enable_memory_pool": enable_memory_pool,
             "enable_profiling": enable_profiling,
             "lightweight_pool": lightweight_pool,
-            "use_pattern_cache=False": not use_pattern_cache,
+            "use_pattern_cache": use_pattern_cache,
         }
-        if asked := [name for name, value in later.items() if value]:
-            raise ValueError(f"not available in this version: {', '.join(asked)}")
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {flag!r}")
         self.spec = DilatedSpec(
             segment_lengths,
             dilation_rates,
@@ -70,11 +83,14 @@ class DilatedAttention(nn.Module):
             tail=tail,
             detach_mixing=detach_mixing,
         )
-        check_execution(kernel, workspace_bytes)
+        self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
+        self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
+        self._memory = self._choose_memory()
+        check_execution(kernel, workspace_bytes, self._memory, use_pattern_cache)
+        self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = self.spec.dropout_p > 0
         self.kernel, self.workspace_bytes = kernel, workspace_bytes
-        self.enable_memory_pool, self.use_pattern_cache = enable_memory_pool, use_pattern_cache
         self.device = None if device is None else torch.device(device)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
@@ -110,7 +126,39 @@ class DilatedAttention(nn.Module):
             detach_mixing=spec.detach_mixing,
             kernel=self.kernel,
             workspace_bytes=self.workspace_bytes,
+            memory=self._memory,
+            use_pattern_cache=self.use_pattern_cache,
         )
+
+    @property
+    def _pattern_cache(self) -> PatternCache | None:
+        return get_global_pattern_cache() if self.use_pattern_cache else None
+
+    @property
+    def _memory_pool(self) -> MemoryPool | None:
+        return get_global_memory_pool() if self.enable_memory_pool else None
+
+    def _choose_memory(self) -> str:
+        """The name of where a call's memory comes from, as the functional door takes it."""
+        if self.lightweight_pool and not self.enable_memory_pool:
+            raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
+        if not self.enable_memory_pool:
+            return FRESH
+        return LIGHTWEIGHT if self.lightweight_pool else POOL
+
+    def _profile(self) -> None:
+        if not self.enable_profiling:
+            return
+        profiled = [each for each in (self._pattern_cache, self._memory_pool) if each is not None]
+        if not profiled:
+            raise ValueError("enable_profiling needs a pattern cache or a memory pool, got neither")
+        for each in profiled:
+            each.enable_profiling = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._memory = self._choose_memory()  # a manager has another name in another process
+        self._profile()
 
     def _check_declared(self, query: Tensor) -> None:
         if not isinstance(query, Tensor):
@@ -132,6 +180,9 @@ class DilatedAttention(nn.Module):
             "head_offsets": (spec.head_offsets, "interleaved"),
             "tail": (spec.tail, "exact"),
             "detach_mixing": (spec.detach_mixing, False),
+            "enable_memory_pool": (self.enable_memory_pool, False),
+            "lightweight_pool": (self.lightweight_pool, False),
+            "use_pattern_cache": (self.use_pattern_cache, True),
             "kernel": (self.kernel, "auto"),
             "workspace_bytes": (self.workspace_bytes, DEFAULT_WORKSPACE_BYTES),
             "device": (self.device, None),

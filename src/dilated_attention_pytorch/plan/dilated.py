@@ -6,13 +6,14 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from ..core.pattern_cache import PatternCache
 from ..spec import DilatedSpec
 from .heads import Head, HeadBox, branch_heads, even_parts, fold_heads
 from .tiles import Origin, Tile
@@ -22,6 +23,7 @@ MAX_ROWS = 32768  # the CUDA memory-efficient kernel is reported wrong beyond 65
 MIN_ROWS = 16  # shorter pieces would be all overhead, whatever the workspace
 GOOD_ROWS = 1024  # query heads that share keys are split over tiles before their rows get shorter than this
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
+_TILE_BYTES, _PANEL_BYTES = 450, 300  # of the Python objects, as tracemalloc sees them
 
 Pass = Literal["forward", "backward"]
 
@@ -81,6 +83,11 @@ class Plan:
         """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
         return sum(tile.num_pairs for tile in self.tiles)
 
+    @property
+    def nbytes(self) -> int:
+        """About the memory that the plan itself takes: ranges and strides, no tensors."""
+        return sum(_PANEL_BYTES + _TILE_BYTES * len(panel.tiles) for panel in self.panels)
+
     def __str__(self) -> str:
         lines = [f"{self.spec}", f"{self.shape}: {len(self.panels)} panel(s), {len(self.tiles)} tile(s)"]
         for panel in self.panels:
@@ -118,6 +125,7 @@ def plan_dilated(
     direction: Pass = "forward",
     docs: tuple[int, ...] | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    cache: PatternCache | None = None,
 ) -> Plan:
     """The tiles of a call, cut so that packed copies (and accumulators) fit `workspace_bytes`.
 
@@ -127,18 +135,14 @@ def plan_dilated(
     over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
     there may the workspace be exceeded.
 
-    Plans are cached. Passes that need the same scratch share one; packings of documents rarely come back, so
-    theirs are kept for the backward pass, not for later calls.
+    Passes that need the same scratch share one entry of `cache`.
     """
     scratch_rows = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
-    build = _sequence_plan if docs is None else _documents_plan
-    return build(spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
-
-
-def forget_plans() -> None:
-    """Empties the caches of `plan_dilated`."""
-    _sequence_plan.cache_clear()
-    _documents_plan.cache_clear()
+    arguments = (spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
+    if cache is None:
+        return _build_plan(*arguments)
+    plan: Plan = cache.get_or_build(arguments, partial(_build_plan, *arguments))
+    return plan
 
 
 def _build_plan(
@@ -166,10 +170,6 @@ def _build_plan(
         origin = (batch, lo, kv * group)
         panels.append(Panel(origin, num_batch, hi - lo, num_kv * group, kv, num_kv, tiles))
     return Plan(spec, shape, tuple(panels), builder.covers)
-
-
-_sequence_plan = lru_cache(maxsize=256)(_build_plan)
-_documents_plan = lru_cache(maxsize=8)(_build_plan)
 
 
 def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates: bool) -> int:

@@ -1,0 +1,23 @@
+"""What outlives a call: the pattern cache, the memory pool and the attention buffer manager."""
+
+from .attention_buffer_manager import (
+    AttentionBufferManager,
+    BufferConfig,
+    BufferType,
+    create_attention_buffer_manager,
+)
+from .memory_pool import MemoryPool, get_global_memory_pool, reset_global_memory_pool
+from .pattern_cache import PatternCache, get_global_pattern_cache, reset_global_pattern_cache
+
+__all__ = [
+    "AttentionBufferManager",
+    "BufferConfig",
+    "BufferType",
+    "MemoryPool",
+    "PatternCache",
+    "create_attention_buffer_manager",
+    "get_global_memory_pool",
+    "get_global_pattern_cache",
+    "reset_global_memory_pool",
+    "reset_global_pattern_cache",
+]

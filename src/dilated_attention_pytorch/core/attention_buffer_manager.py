@@ -1,0 +1,499 @@
+"""Buffers of attention by type: what a type is used for decides how its memory is had and kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .host_memory import describe_bytes, numa_nodes
+from .memory_pool import RESULT_BYTES, Fit, MemoryPool, check_shape, get_global_memory_pool
+from .workspace import Workspace
+
+MIB = 2**20
+BUCKETED_BELOW = 1 * MIB
+NUMA_ABOVE = 16 * MIB
+RECURS_AFTER = 3  # requests of one shape that make it a habit
+MAX_SHAPES = 1024  # that the manager remembers
+
+Frequency = Literal["low", "medium", "high"]
+Lifetime = Literal["operation", "forward", "iteration", "persistent"]
+CAPACITY: dict[str, int] = {"low": 5, "medium": 7, "high": 10}  # idle buffers kept of a type
+
+
+class BufferType(str, Enum):
+    """What a buffer is for."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    OUTPUT = "output"
+    SCORES = "scores"
+    WEIGHTS = "weights"
+    TEMP = "temp"
+    COMM = "comm"
+    MASK = "mask"
+    CACHE = "cache"
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """How buffers of a type are had and kept.
+
+    Args:
+        typical_size_mb: in MiB. A buffer of more than twice that takes the best fitting idle one.
+        reuse_frequency: "low", "medium" or "high": 5, 7 or 10 idle buffers are kept.
+        lifetime: "operation", "forward", "iteration" or "persistent": when idle buffers of the type have no
+            further use; `clear_cache(lifetime=...)` frees what has reached its end.
+        prefer_bucketed: below 1 MiB and with high reuse, sizes are rounded up to a size class.
+        prefer_numa: above 16 MiB on a host of several NUMA nodes, memory is spread over them.
+        prefer_pinned: page-locked memory, where there is a device to copy to.
+        zero_init: filled with zeros when handed out.
+        alignment: of the first element in bytes, a power of two.
+    """
+
+    typical_size_mb: float
+    reuse_frequency: Frequency
+    lifetime: Lifetime
+    prefer_bucketed: bool = True
+    prefer_numa: bool = False
+    prefer_pinned: bool = False
+    zero_init: bool = False
+    alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.typical_size_mb > 0:
+            raise ValueError(f"typical_size_mb must be positive, got {self.typical_size_mb}")
+        for name, known in (("reuse_frequency", Frequency), ("lifetime", Lifetime)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
+        if self.alignment is not None and (self.alignment < 1 or self.alignment & (self.alignment - 1)):
+            raise ValueError(f"alignment must be a power of two, got {self.alignment}")
+
+    def strategy(self, nbytes: int) -> str:
+        """ "bucketed", "numa", "fragment_aware" or "direct", by the size of a buffer."""
+        if nbytes < BUCKETED_BELOW and self.prefer_bucketed and self.reuse_frequency == "high":
+            return "bucketed"
+        if nbytes > NUMA_ABOVE and self.prefer_numa and numa_nodes() > 1:
+            return "numa"
+        if nbytes > 2 * self.typical_size_mb * MIB:
+            return "fragment_aware"
+        return "direct"
+
+
+DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = {
+    BufferType.QUERY: BufferConfig(4.0, "high", "forward"),
+    BufferType.KEY: BufferConfig(4.0, "high", "forward"),
+    BufferType.VALUE: BufferConfig(4.0, "high", "forward"),
+    BufferType.OUTPUT: BufferConfig(4.0, "high", "forward", zero_init=True),
+    BufferType.SCORES: BufferConfig(16.0, "medium", "operation", prefer_bucketed=False, prefer_numa=True),
+    BufferType.WEIGHTS: BufferConfig(16.0, "medium", "operation", prefer_bucketed=False, prefer_numa=True),
+    BufferType.TEMP: BufferConfig(1.0, "high", "operation"),
+    BufferType.COMM: BufferConfig(8.0, "medium", "persistent", prefer_bucketed=False, prefer_pinned=True),
+    BufferType.MASK: BufferConfig(1.0, "low", "persistent", alignment=64),
+    BufferType.CACHE: BufferConfig(32.0, "low", "persistent", prefer_bucketed=False),
+}
+FITS: dict[str, Fit] = {"bucketed": "class", "numa": "exact", "fragment_aware": "best", "direct": "exact"}
+
+Request = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass
+class _Figures:
+    """Of one buffer type."""
+
+    hits: int = 0
+    misses: int = 0
+    deallocations: int = 0
+    largest_bytes: int = 0
+    seconds: float = 0.0
+    strategies: Counter[str] = field(default_factory=Counter)
+
+
+class AttentionBufferManager:
+    """Hands out buffers by type and keeps returned ones for the next request. Thread-safe.
+
+    A buffer is handed out again only when nothing else can see its memory, views and graphs included.
+
+    Args:
+        custom_configs: configurations that replace the default ones of their types.
+        enable_reuse: keep what is returned; False makes every buffer fresh.
+        enable_preallocation: shapes that recur are allocated again ahead of time after the cache was cleared.
+        lightweight: leaves out the learning of shapes and the timing of each request.
+        enable_profiling: measures the time spent in requests, by type; see `profile_table`.
+        pool: where the memory comes from, by default a pool of the manager's own. Modules share buffers by
+            sharing a manager or a pool.
+    """
+
+    def __init__(
+        self,
+        custom_configs: Mapping[BufferType, BufferConfig] | None = None,
+        *,
+        enable_reuse: bool = True,
+        enable_preallocation: bool = False,
+        lightweight: bool = False,
+        enable_profiling: bool = False,
+        pool: MemoryPool | None = None,
+    ) -> None:
+        custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
+        for buffer_type, config in custom.items():
+            if not isinstance(config, BufferConfig):
+                raise TypeError(f"the config of {buffer_type.value} must be a BufferConfig, got {config!r}")
+        if pool is not None and not isinstance(pool, MemoryPool):
+            raise TypeError(f"pool must be a MemoryPool, got {type(pool).__name__}")
+        self.configs: dict[BufferType, BufferConfig] = {**DEFAULT_CONFIGS, **custom}
+        self.enable_reuse, self.enable_preallocation = enable_reuse, enable_preallocation
+        self.lightweight, self.enable_profiling = lightweight, enable_profiling
+        self.pool = MemoryPool() if pool is None else pool
+        self.name = f"manager:{next(_NUMBERS)}"
+        self._start_clean()
+        _MANAGERS[self.name] = self
+
+    def _start_clean(self) -> None:
+        self._lock = threading.Lock()
+        self._figures = {buffer_type: _Figures() for buffer_type in BufferType}
+        self._shapes: Counter[Request] = Counter()
+        self._is_cold = False
+
+    def allocate(
+        self,
+        buffer_type: BufferType | str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        zero_init: bool | None = None,
+    ) -> Tensor:
+        """A contiguous buffer; filled with zeros as the type's configuration says, or as `zero_init` says."""
+        start = time.perf_counter() if self.enable_profiling else 0.0
+        buffer_type = check_buffer_type(buffer_type)
+        config, device = self.configs[buffer_type], normal_device(device)
+        if self._is_cold:
+            self._is_cold = False
+            self.preallocate_buffers()
+        zeros = config.zero_init if zero_init is None else zero_init
+        buffer = self._lend(buffer_type, shape, dtype, device, zeros)
+        if self.enable_preallocation and not self.lightweight:
+            self._learn((buffer_type, tuple(buffer.shape), dtype, device))
+        if self.enable_profiling:
+            with self._lock:
+                self._figures[buffer_type].seconds += time.perf_counter() - start
+        return buffer
+
+    def deallocate(self, buffer: Tensor, buffer_type: BufferType | str) -> None:
+        """Returns a buffer for reuse. The tensor is empty afterwards; views of it delay the reuse."""
+        buffer_type = check_buffer_type(buffer_type)
+        if isinstance(buffer, Tensor):
+            tag = self.pool.tag_of(buffer)
+            if tag not in (None, buffer_type.value):
+                raise ValueError(f"a buffer allocated as {tag} cannot be returned as {buffer_type.value}")
+        self.pool.deallocate(buffer)
+        with self._lock:
+            self._figures[buffer_type].deallocations += 1
+        self.pool.trim(buffer_type.value, self.capacity(buffer_type))
+
+    def capacity(self, buffer_type: BufferType | str) -> int:
+        """Idle buffers of a type that are kept: 5 to 10 by its configuration, none while memory is scarce."""
+        if not self.enable_reuse or self.pool.memory_is_scarce:
+            return 0
+        return CAPACITY[self.configs[check_buffer_type(buffer_type)].reuse_frequency]
+
+    def preallocate_buffers(
+        self,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        buffer_types: Sequence[BufferType | str] = ("query", "key", "value", "output"),
+    ) -> int:
+        """Allocates ahead, so that the first requests find a buffer; returns how many are ready.
+
+        With sizes: one (batch_size, seq_len, num_heads, head_dim) buffer of each type. Without: one for every
+        shape that was requested at least three times (learnt with `enable_preallocation`).
+        """
+        sizes = (batch_size, seq_len, num_heads, head_dim)
+        if all(size is None for size in sizes):
+            with self._lock:
+                requests = [request for request, times in self._shapes.items() if times >= RECURS_AFTER]
+        elif any(size is None for size in sizes):
+            raise ValueError(
+                f"batch_size, seq_len, num_heads and head_dim are given all or none, got {sizes}"
+            )
+        else:
+            for name, size in zip(("batch_size", "seq_len", "num_heads", "head_dim"), sizes, strict=True):
+                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                    raise ValueError(f"{name} must be a positive integer, got {size!r}")
+            shape = tuple(size for size in sizes if size is not None)
+            place = normal_device(device)
+            requests = [(check_buffer_type(name), shape, dtype, place) for name in buffer_types]
+        buffers = [(self._lend(*request, zeros=False, counted=False), request[0]) for request in requests]
+        for buffer, buffer_type in buffers:
+            self.pool.deallocate(buffer)
+            self.pool.trim(buffer_type.value, self.capacity(buffer_type))
+        return len(buffers)
+
+    def clear_cache(
+        self, buffer_type: BufferType | str | None = None, *, lifetime: Lifetime | None = None
+    ) -> None:
+        """Frees all that is idle, or one type, or the types whose lifetime is not longer than `lifetime`."""
+        lifetimes = get_args(Lifetime)
+        if lifetime not in (None, *lifetimes):
+            raise ValueError(f"lifetime must be one of {lifetimes}, got {lifetime!r}")
+        if buffer_type is None and lifetime is None:
+            self.pool.clear()
+        else:
+            named = list(BufferType) if buffer_type is None else [check_buffer_type(buffer_type)]
+            ended = lifetimes if lifetime is None else lifetimes[: lifetimes.index(lifetime) + 1]
+            for each in named:
+                if self.configs[each].lifetime in ended:
+                    self.pool.clear(each.value)
+        self._is_cold = self.enable_preallocation and not self.lightweight
+
+    @contextmanager
+    def workspace(self, device: torch.device) -> Iterator[Workspace]:
+        """Scratch for one call of the engine, counted by type: packed queries, keys and values, and TEMP."""
+        if not self.enable_reuse:
+            workspace = Workspace()
+            yield workspace
+        else:
+            with self.pool.workspace(
+                device, lightweight=self.lightweight, make_result=self._result
+            ) as workspace:
+                yield workspace
+        fresh = set(workspace.fresh)
+        with self._lock:
+            for slot in workspace.taken:
+                figures = self._figures[_slot_type(slot[0])]
+                figures.hits += slot not in fresh
+                figures.misses += slot in fresh
+                figures.largest_bytes = max(figures.largest_bytes, workspace.buffers[slot].nbytes)
+
+    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.pool.budget:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._lend(BufferType.OUTPUT, shape, dtype, device, zeros=False, strategy="direct")
+
+    def get_stats(self) -> dict[str, Any]:
+        """Requests, hits and what is kept, in all and by type (`buffer_types`)."""
+        idle = {buffer_type: [0, 0] for buffer_type in BufferType}
+        for tag, figures_of_tag in self.pool.idle_buffers().items():
+            for i, figure in enumerate(figures_of_tag):
+                idle[_slot_type(tag)][i] += figure
+        with self._lock:
+            types: dict[str, dict[str, Any]] = {
+                buffer_type.value: {
+                    "cache_hits": figures.hits,
+                    "cache_misses": figures.misses,
+                    "deallocations": figures.deallocations,
+                    "cached_buffers": idle[buffer_type][0],
+                    "cached_bytes": idle[buffer_type][1],
+                    "capacity": self.capacity(buffer_type),
+                    "largest_bytes": figures.largest_bytes,
+                    "strategies": dict(figures.strategies),
+                    **({"seconds": figures.seconds} if self.enable_profiling else {}),
+                }
+                for buffer_type, figures in self._figures.items()
+            }
+            known_shapes = len(self._shapes)
+        pool = self.pool.get_stats()
+        hits = sum(figures["cache_hits"] for figures in types.values())
+        misses = sum(figures["cache_misses"] for figures in types.values())
+        return {
+            "cache_hits": hits,
+            "cache_misses": misses,
+            "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+            "allocations": hits + misses,
+            "deallocations": sum(figures["deallocations"] for figures in types.values()),
+            "cached_buffers": pool["cached_buffers"],
+            "cached_bytes": pool["cached_bytes"],
+            "total_allocated": pool["total_allocated"],
+            "peak_allocated": pool["peak_allocated"],
+            "evictions": pool["evictions"],
+            "known_shapes": known_shapes,
+            "buffer_types": types,
+        }
+
+    def profile_table(self) -> str:
+        """The figures by type as a table for people."""
+        head = ("type", "hits", "misses", "hit rate", "idle", "idle MiB", "largest MiB", "us a request")
+        rows = [head]
+        for name, figures in self.get_stats()["buffer_types"].items():
+            requests = figures["cache_hits"] + figures["cache_misses"]
+            if not requests and not figures["cached_buffers"]:
+                continue
+            rate = f"{figures['cache_hits'] / requests:.1%}" if requests else "-"
+            timed = "seconds" in figures and requests
+            sizes = (f"{figures[key] / MIB:.2f}" for key in ("cached_bytes", "largest_bytes"))
+            micros = f"{1e6 * figures['seconds'] / requests:.1f}" if timed else "-"
+            counts = (figures["cache_hits"], figures["cache_misses"], rate, figures["cached_buffers"])
+            rows.append((name, *map(str, counts), *sizes, micros))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        stats = self.get_stats()
+        return (
+            f"AttentionBufferManager({stats['cached_buffers']} idle buffers, "
+            f"{describe_bytes(stats['cached_bytes'])}, hit rate {stats['cache_hit_rate']:.1%})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionBufferManager:
+        return self  # copies of a module share its buffers
+
+    def __reduce__(self) -> tuple[Callable[..., AttentionBufferManager], tuple[Any, ...]]:
+        if _SHARED.get(self.settings) is self:
+            return shared_buffer_manager, self.settings
+        return _restore, (dict(self.configs), *self.settings)
+
+    @property
+    def settings(self) -> tuple[bool, bool, bool, bool, bool]:
+        """Reuse, preallocation, lightweight, profiling, and if the memory is the global pool's."""
+        is_pooled = self.pool is get_global_memory_pool()
+        return (
+            self.enable_reuse,
+            self.enable_preallocation,
+            self.lightweight,
+            self.enable_profiling,
+            is_pooled,
+        )
+
+    def _lend(
+        self,
+        buffer_type: BufferType,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        zeros: bool,
+        strategy: str | None = None,
+        counted: bool = True,
+    ) -> Tensor:
+        config, shape = self.configs[buffer_type], check_shape(shape)
+        strategy = strategy or config.strategy(math.prod(shape) * dtype.itemsize)
+        if not self.enable_reuse:
+            self.pool.trim(buffer_type.value, 0)
+        buffer, reused = self.pool.lend(
+            shape,
+            dtype,
+            device,
+            tag=buffer_type.value,
+            fit=FITS[strategy],
+            zero_init=zeros,
+            pinned=config.prefer_pinned,
+            alignment=config.alignment,
+            numa=strategy == "numa",
+        )
+        if counted:
+            with self._lock:
+                figures = self._figures[buffer_type]
+                figures.hits += reused
+                figures.misses += not reused
+                figures.largest_bytes = max(figures.largest_bytes, buffer.nbytes)
+                figures.strategies[strategy] += 1
+        return buffer
+
+    def _learn(self, request: Request) -> None:
+        with self._lock:
+            if request in self._shapes or len(self._shapes) < MAX_SHAPES:
+                self._shapes[request] += 1
+
+
+_TYPE_NAMES = frozenset(buffer_type.value for buffer_type in BufferType)
+_NUMBERS = count(1)
+_MANAGERS: weakref.WeakValueDictionary[str, AttentionBufferManager] = weakref.WeakValueDictionary()
+_SHARED: weakref.WeakValueDictionary[tuple[bool, ...], AttentionBufferManager] = weakref.WeakValueDictionary()
+
+
+def create_attention_buffer_manager(
+    enable_reuse: bool = True,
+    enable_preallocation: bool = False,
+    lightweight: bool = False,
+    **options: Any,
+) -> AttentionBufferManager:
+    """A manager of its own; `options` are those of `AttentionBufferManager`."""
+    return AttentionBufferManager(
+        enable_reuse=enable_reuse,
+        enable_preallocation=enable_preallocation,
+        lightweight=lightweight,
+        **options,
+    )
+
+
+def shared_buffer_manager(*settings: bool) -> AttentionBufferManager:
+    """The one manager of all modules with these `settings`; it lives as long as one of them does."""
+    with _SHARED_LOCK:
+        manager = _SHARED.get(settings)
+        if manager is None:
+            manager = _SHARED[settings] = _restore(None, *settings)
+        return manager
+
+
+def find_buffer_manager(name: str) -> AttentionBufferManager | None:
+    """The manager of that `name`, if it still exists in this process."""
+    return _MANAGERS.get(name)
+
+
+def check_buffer_type(buffer_type: BufferType | str) -> BufferType:
+    try:
+        return BufferType(buffer_type)
+    except ValueError:
+        known = ", ".join(each.value for each in BufferType)
+        raise ValueError(f"buffer_type must be one of {known}, got {buffer_type!r}") from None
+
+
+def _slot_type(slot: str) -> BufferType:
+    """The type of a slot of scratch: the engine names those after a type that have one."""
+    return BufferType(slot) if slot in _TYPE_NAMES else BufferType.TEMP
+
+
+def normal_device(device: torch.device | str | None) -> torch.device:
+    """One name for a device, however it was written: "cuda" is the current CUDA device."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _restore(
+    configs: Mapping[BufferType, BufferConfig] | None,
+    enable_reuse: bool,
+    enable_preallocation: bool,
+    lightweight: bool,
+    enable_profiling: bool,
+    is_pooled: bool,
+) -> AttentionBufferManager:
+    return AttentionBufferManager(
+        configs,
+        enable_reuse=enable_reuse,
+        enable_preallocation=enable_preallocation,
+        lightweight=lightweight,
+        enable_profiling=enable_profiling,
+        pool=get_global_memory_pool() if is_pooled else None,
+    )
+
+
+_SHARED_LOCK = threading.Lock()
+
+
+def _start_clean_after_fork() -> None:
+    global _SHARED_LOCK
+    _SHARED_LOCK = threading.Lock()
+    for manager in list(_MANAGERS.values()):
+        manager._start_clean()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_clean_after_fork)

@@ -1,0 +1,100 @@
+"""Attention modules by kind, with settings that suit the lengths and the machine, and reasons for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core.host_memory import describe_bytes, device_memory
+from .modules import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from .modules.attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .spec import DilatedSpec
+
+LOGGER = logging.getLogger("dilated_attention_pytorch")
+POOL_FROM = 4096  # segments of this length turn the memory pool on
+LITTLE_MEMORY = 2 * 2**30
+KINDS: Mapping[str, type[DilatedAttention]] = {
+    "standard": DilatedAttention,
+    "improved": ImprovedDilatedAttention,
+    "improved_v2": ImprovedDilatedAttentionV2,
+}
+LATER = ("ring", "block_sparse", "distributed")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `create_dilated_attention` makes; `print(choice)` explains it."""
+
+    kind: str
+    options: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return "\n".join([f"{KINDS[self.kind].__name__}({options})", *(f"- {why}" for why in self.reasons)])
+
+
+def create_dilated_attention(
+    kind: str = "auto",
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    *,
+    seq_len: int | None = None,
+    **options: Any,
+) -> DilatedAttention:
+    """The attention module of a kind: "auto", "standard", "improved" or "improved_v2".
+
+    All kinds compute the same; they differ in where their memory comes from. The memory pool turns itself on
+    for segments of 4096 and more. What the caller says in `options` (those of the kind's class) always wins.
+    `module.choice` holds what was chosen and why; it is also logged.
+
+    Args:
+        seq_len: the length that the module is meant for, if it is known; by default its longest segment.
+    """
+    choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
+    LOGGER.info("%s", choice)
+    module = KINDS[choice.kind](**choice.options)
+    module.choice = choice
+    return module
+
+
+def choose_dilated_attention(
+    kind: str = "auto",
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    *,
+    seq_len: int | None = None,
+    **options: Any,
+) -> Choice:
+    """What `create_dilated_attention` would make of the same arguments, from lengths, device and memory."""
+    known = ("auto", *KINDS)
+    if kind in LATER:
+        raise ValueError(f"kind {kind!r} is not available in this version; there are {', '.join(known)}")
+    if kind not in known:
+        raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):
+        raise ValueError(f"seq_len must be a positive integer or None, got {seq_len!r}")
+    spec = DilatedSpec(segment_lengths, dilation_rates)
+    reach = min(max(spec.segment_lengths), seq_len or max(spec.segment_lengths))
+    is_long = reach >= POOL_FROM
+    length = f"segments reach over {reach} positions, {POOL_FROM} {'or more' if is_long else 'not reached'}"
+    proposals: list[tuple[str, Any, str]] = []
+    if is_long:
+        proposals.append(("enable_memory_pool", True, length))
+    device = torch.device(options.get("device") or torch.get_default_device())
+    memory = device_memory(device)
+    if memory is not None and memory.available < LITTLE_MEMORY:
+        little = f"{describe_bytes(memory.available)} available on {device}"
+        proposals.append(("workspace_bytes", max(2**20, memory.available // 256), little))
+        if options.get("enable_memory_pool", is_long):
+            proposals.append(("lightweight_pool", True, f"{little}, so that no results are kept"))
+    reasons = [] if kind != "auto" else [f"kind: {length}"]
+    reasons += [f"{name}: {'as asked' if name in options else why}" for name, _, why in proposals]
+    chosen = {name: value for name, value, _ in proposals}
+    branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
+    kind = kind if kind != "auto" else "improved" if is_long else "standard"
+    return Choice(kind, {**branches, **chosen, **options}, tuple(reasons))

@@ -1,0 +1,112 @@
+"""The factory: kinds, the automatic pool, explicit choices that win, reasons, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedDilatedAttentionV2,
+    choose_dilated_attention,
+    create_dilated_attention,
+    factory,
+)
+from dilated_attention_pytorch.core.host_memory import Memory
+
+SHORT, LONG = [256, 512], [2048, 4096]
+RATES = [1, 2]
+
+
+@pytest.fixture
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**40, 2**40))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [
+        ("standard", DilatedAttention),
+        ("improved", ImprovedDilatedAttention),
+        ("improved_v2", ImprovedDilatedAttentionV2),
+    ],
+)
+def test_kinds_compute_the_same(kind: str, cls: type, plenty: None) -> None:
+    module = create_dilated_attention(kind, SHORT, RATES)
+    assert type(module) is cls
+    q, k, v = torch.randn(3, 2, 700, 4, 8).unbind(0)
+    assert torch.equal(module(q, k, v), DilatedAttention(SHORT, RATES)(q, k, v))
+
+
+def test_auto_goes_by_the_length(plenty: None) -> None:
+    assert type(create_dilated_attention("auto", SHORT, RATES)) is DilatedAttention
+    assert (
+        type(create_dilated_attention(segment_lengths=LONG, dilation_rates=RATES)) is ImprovedDilatedAttention
+    )
+    assert type(create_dilated_attention("auto", LONG, RATES, seq_len=4095)) is DilatedAttention
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "improved_v2"])
+def test_the_pool_turns_itself_on_for_long_segments(kind: str, plenty: None) -> None:
+    assert not create_dilated_attention(kind, SHORT, RATES).enable_memory_pool
+    assert create_dilated_attention(kind, LONG, RATES).enable_memory_pool
+    assert not create_dilated_attention(kind, LONG, RATES, enable_memory_pool=False).enable_memory_pool
+    assert create_dilated_attention(kind, SHORT, RATES, enable_memory_pool=True).enable_memory_pool
+    assert not create_dilated_attention(kind, LONG, RATES, seq_len=1000).enable_memory_pool
+
+
+def test_little_memory_means_small_tiles_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
+    module = create_dilated_attention("auto", LONG, RATES)
+    assert module.lightweight_pool
+    assert module.workspace_bytes == 2**22
+    asked = create_dilated_attention("auto", LONG, RATES, workspace_bytes=2**25, lightweight_pool=False)
+    assert (asked.workspace_bytes, asked.lightweight_pool) == (2**25, False)
+    assert not create_dilated_attention("auto", LONG, RATES, enable_memory_pool=False).lightweight_pool
+
+
+def test_the_choice_explains_itself(plenty: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
+        module = create_dilated_attention("auto", LONG, RATES, dropout=0.1)
+    choice = choose_dilated_attention("auto", LONG, RATES, dropout=0.1)
+    assert module.choice == choice
+    assert str(choice).splitlines() == [
+        "ImprovedDilatedAttention(segment_lengths=(2048, 4096), dilation_rates=(1, 2), "
+        "enable_memory_pool=True, dropout=0.1)",
+        "- kind: segments reach over 4096 positions, 4096 or more",
+        "- enable_memory_pool: segments reach over 4096 positions, 4096 or more",
+    ]
+    assert str(choice) in caplog.text
+    assert "- enable_memory_pool: as asked" in str(
+        choose_dilated_attention("improved", LONG, RATES, enable_memory_pool=False)
+    )
+
+
+def test_made_modules_copy_and_pickle(plenty: None) -> None:
+    module = create_dilated_attention("improved_v2", LONG, RATES)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module)
+        assert twin.choice == module.choice
+
+
+def test_bad_arguments() -> None:
+    for kind in ("ring", "block_sparse", "distributed"):
+        with pytest.raises(
+            ValueError, match=f"kind '{kind}' is not available in this version; there are auto"
+        ):
+            create_dilated_attention(kind, SHORT, RATES)
+    with pytest.raises(
+        ValueError, match="kind must be one of auto, standard, improved, improved_v2, got 'fast'"
+    ):
+        create_dilated_attention("fast", SHORT, RATES)
+    with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):
+        create_dilated_attention("auto", SHORT, RATES, seq_len=0)
+    with pytest.raises(ValueError, match="same length"):
+        create_dilated_attention("auto", SHORT, [1])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        create_dilated_attention("auto", SHORT, RATES, speed=11)
