@@ -15,6 +15,8 @@ PACKAGE = "dilated_attention_pytorch"
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / PACKAGE
 
+# Module paths that are promised, beside the rooms that hold the code.
+DOORS = {"improved_dilated_attention_v2"}
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
     {"spec", "core"},
@@ -24,7 +26,7 @@ FLOORS = [
     {"functional"},
     {"attention_maps", "modules"},
     {"factory"},
-    {"improved_dilated_attention_v2"},  # doors
+    DOORS,
     {"bench"},
     {"__init__"},
 ]
@@ -80,6 +82,16 @@ def test_imports_go_one_way(path: Path) -> None:
     outside = {name.partition(".")[0] for name in imported_modules(path, source)} - {PACKAGE, "torch"}
     optional = {"rich"} if room_of(path) == "bench" else set()
     assert outside <= sys.stdlib_module_names | optional
+
+
+@pytest.mark.parametrize("door", sorted(DOORS))
+def test_doors_hold_no_logic(door: str) -> None:
+    docstring, *imports, names = ast.parse((SOURCE / f"{door}.py").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom) for node in imports)
+    assert isinstance(names, ast.Assign)
+    exported = import_module(f"{PACKAGE}.{door}").__all__
+    assert all(getattr(import_module(PACKAGE), name) for name in exported)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dilated_attention_pytorch.bench.cases import (
     Case,
     LongCase,
     MemoryCase,
+    PoolCase,
     TimeCase,
     case_from_dict,
     case_to_dict,
@@ -41,7 +42,9 @@ def test_every_position_attends_to_something(case: Case) -> None:
 
 
 def test_targets_stand_in_the_cases() -> None:
-    targets = {case.name: case.target for case in CASES if not isinstance(case, LongCase) and case.target}
+    targets = {
+        case.name: case.target for case in CASES if isinstance(case, (TimeCase, MemoryCase)) and case.target
+    }
     assert targets == {
         "forward": 1.10,
         "causal forward": 1.15,
@@ -71,6 +74,16 @@ def test_sizes_are_the_documented_ones() -> None:
     for case in SUITES["memory"]:
         assert isinstance(case, (MemoryCase, LongCase))
         assert (case.config.h, case.config.d) == (8, 64)
+
+
+def test_pooled_memory_is_measured_from_short_to_long() -> None:
+    cases = SUITES["pool"]
+    lengths = {n for case in cases if isinstance(case, PoolCase) for _, n in case.calls}
+    assert lengths >= {512, 8192, 262144}
+    assert {case.backward for case in cases if isinstance(case, PoolCase)} == {False, True}
+    for case in cases:
+        assert isinstance(case, PoolCase)
+        assert (case.target, case.lightweight_target, case.memory_target) == (1.03, 1.01, 1.10)
 
 
 def test_varied_calls_are_seeded_and_span_the_ranges() -> None:

@@ -11,6 +11,7 @@ import pytest
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import demo, demo_view
 from dilated_attention_pytorch.bench.demo import Row
+from dilated_attention_pytorch.core.host_memory import Memory
 
 
 class FakeMachine:
@@ -35,7 +36,7 @@ def rows_of(budget: float, machine: FakeMachine) -> list[Row]:
 
 @pytest.fixture(autouse=True)
 def plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "available_bytes", lambda: 2**40)
+    monkeypatch.setattr(demo, "host_memory", lambda: Memory(2**40, 2**40))
 
 
 def test_ladder_spans_the_length() -> None:
@@ -62,7 +63,7 @@ def test_budget_is_kept_after_the_first_length(budget: float) -> None:
 
 
 def test_memory_bounds_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(demo, "host_memory", lambda: Memory(2**30, 2**40))
     assert rows_of(1000.0, FakeMachine())[-1].n == 32768
 
 

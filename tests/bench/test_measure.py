@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dilated_attention_pytorch.bench import candidates, child, measure
 from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
 from dilated_attention_pytorch.bench.measure import NotMeasurableError, Timing, interleave
+from dilated_attention_pytorch.core.host_memory import Memory
 
 CONFIG = Config(4, 8, (16, 40), (1, 2))
 
@@ -141,6 +142,6 @@ def test_long_case_compares_equal_numbers_of_positions() -> None:
 
 
 def test_case_too_large_for_the_machine_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(child, "host_memory", lambda: Memory(2**30, 2**40))
     measured = child.measure_in_child(MemoryCase("huge", Config(8, 64, (64,), (1,)), 2**20), 1)
     assert measured.why_not == "needs 8.0 GiB, 1.0 GiB are available"

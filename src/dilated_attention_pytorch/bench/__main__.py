@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from .cases import DEFAULT_SUITES, SUITES, Case, LongCase, describe
+from .cases import DEFAULT_SUITES, SUITES, Case, LongCase, PoolCase, describe
 from .gate import WrongAnswerError
 from .machine import machine_facts, project_facts
 from .record import Figure, Record, Result, from_json, replace_between_markers, to_json, to_markdown
@@ -16,7 +16,8 @@ from .run import run_case
 
 DESCRIPTION = """\
 Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
-against the bytes of its results, and how both grow up to a million positions.
+against the bytes of its results, and how both grow up to a million positions; and, in the suite `pool`, what
+pooled memory saves or costs.
 
 Every case is checked against the definition; a wrong answer is never reported. Targets are shown next
 to the figures as met or not met. The table goes to standard output, progress to standard error.
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats",
         type=int,
         metavar="N",
-        help="rounds of the speed and short cases, instead of their own number",
+        help="rounds of the speed, short and pool cases, instead of their own number",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
@@ -104,6 +105,8 @@ def _targets(case: Case) -> str:
         memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
         targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]
         return f"  [targets: {', '.join(targets)}]" if targets else ""
+    if isinstance(case, PoolCase):
+        return f"  [targets: {case.target}, lightweight {case.lightweight_target}, peak {case.memory_target}]"
     return "" if case.target is None else f"  [target: {case.target}]"
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..core import reset_global_pattern_cache
+from ..core import AttentionBufferManager, reset_global_pattern_cache
 from ..plan import Plan, Shape, plan_dilated
-from .cases import Config, TimeCase
+from .cases import Config, PoolCase, TimeCase
 
 Candidate = Callable[[], object]
 Direction = Literal["forward", "backward"]
@@ -45,7 +45,15 @@ class Arena:
         return self.memory[start : start + numel].view(shape)
 
 
-def attend(config: Config, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    config: Config,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    memory: str = "fresh",
+    use_pattern_cache: bool = True,
+) -> tuple[Tensor, Tensor]:
     """out and lse of the library under test: the one call that is checked and measured."""
     result = functional.dilated_attention(
         q,
@@ -55,6 +63,8 @@ def attend(config: Config, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         config.dilation_rates,
         is_causal=config.is_causal,
         return_lse=True,
+        memory=memory,
+        use_pattern_cache=use_pattern_cache,
     )
     assert isinstance(result, tuple)
     return result
@@ -78,6 +88,31 @@ def dilated_candidate(case: TimeCase) -> Candidate:
                 attend(config, *tensors)
 
     return run
+
+
+def pool_candidates(case: PoolCase, managers: list[AttentionBufferManager]) -> dict[str, Candidate]:
+    """The calls of a case with fresh memory and with each kind of pooled memory, on the same tensors.
+
+    A buffer manager lives as long as `managers`, to which it is added.
+    """
+    managers.append(AttentionBufferManager())
+    shapes = [(b, n, case.config.h, case.config.d) for b, n in case.calls]
+    arenas = [Arena(shapes, seed) for seed in range(4)]
+    calls = [[arena.take(shape) for arena in arenas] for shape in shapes]
+
+    def candidate(memory: str, use_pattern_cache: bool = True) -> Candidate:
+        def run() -> None:
+            for tensors in calls:
+                q, k, v = leaves = [x.detach().requires_grad_(case.backward) for x in tensors[:3]]
+                out, _ = attend(case.config, q, k, v, memory=memory, use_pattern_cache=use_pattern_cache)
+                if case.backward:
+                    torch.autograd.grad(out, leaves, tensors[3])
+
+        return run
+
+    names = {"fresh": "fresh", "pool": "pool", "lightweight": "lightweight", "manager": managers[-1].name}
+    pooled = {name: candidate(memory) for name, memory in names.items()}
+    return {**pooled, "no plan cache": candidate("fresh", use_pattern_cache=False)}
 
 
 def bare_candidate(case: TimeCase) -> Candidate:

@@ -71,14 +71,32 @@ class LongCase:
     repeats: int = 2
 
 
-Case = TimeCase | MemoryCase | LongCase
-KINDS: dict[str, type[Case]] = {"time": TimeCase, "memory": MemoryCase, "long": LongCase}
+@dataclass(frozen=True)
+class PoolCase:
+    """Time and peak memory of calls (b, n) with pooled memory, of each kind, over those with fresh memory.
+
+    Timed beside them is fresh memory without the pattern cache, which has no target.
+    """
+
+    name: str
+    config: Config
+    calls: tuple[tuple[int, int], ...]
+    backward: bool = False
+    target: float | None = 1.03
+    lightweight_target: float | None = 1.01
+    memory_target: float | None = 1.10
+    repeats: int = 9
+
+
+Case = TimeCase | MemoryCase | LongCase | PoolCase
+KINDS: dict[str, type[Case]] = {"time": TimeCase, "memory": MemoryCase, "long": LongCase, "pool": PoolCase}
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
 _SPEED = Config(12, 64, *_BRANCHES)
 _SPEED_CAUSAL = Config(12, 64, *_BRANCHES, is_causal=True)
 _SHORT = Config(8, 64, (256, 512, 1024), (1, 2, 4))
 _MEMORY = Config(8, 64, *_BRANCHES)
+_POOL = Config(4, 64, *_BRANCHES)
 _QUICK = Config(4, 16, (32, 64, 128), (1, 2, 4))
 _QUICK_CAUSAL = Config(4, 16, (32, 64, 128), (1, 2, 4), is_causal=True)
 
@@ -111,6 +129,21 @@ SUITES: dict[str, tuple[Case, ...]] = {
         MemoryCase("memory of forward + backward", _MEMORY, 131072, backward=True, target=1.25),
         LongCase("a million positions", _MEMORY, 2**20, 2**16, memory_target=19 * GIB // 2, time_target=1.15),
     ),
+    "pool": tuple(
+        PoolCase(
+            f"{'training' if backward else 'inference'}, {name}", _POOL, calls, backward, repeats=repeats
+        )
+        for backward in (False, True)
+        for name, calls, repeats in (
+            ("n = 512", ((1, 512),) * 16, 41),
+            ("n = 2048", ((1, 2048),) * 4, 31),
+            ("varying n", varied_calls(64, (1, 4), (256, 2048)), 7),
+            ("n = 8192", ((1, 8192),), 31),
+            ("n = 32768", ((1, 32768),), 11),
+            ("n = 131072", ((1, 131072),), 5),
+            ("n = 262144", ((1, 262144),), 3),
+        )
+    ),
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -119,6 +152,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         TimeCase("quick short", _QUICK, varied_calls(6, (1, 4), (32, 256)), new_lengths=True, repeats=3),
         MemoryCase("quick memory", _QUICK, 16384, backward=True),
         LongCase("quick long", _QUICK, 16384, 4096, repeats=1),
+        PoolCase("quick pool", _QUICK, ((1, 2048), (2, 777)), True, None, None, None, repeats=3),
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -129,10 +163,11 @@ def describe(case: Case) -> str:
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"
-    if not isinstance(case, TimeCase):
+    if not isinstance(case, (TimeCase, PoolCase)):
         return f"n = {case.n}, {what}"
-    if len(case.calls) == 1:
-        return f"b = {case.calls[0][0]}, n = {case.calls[0][1]}, {what}"
+    if len(set(case.calls)) == 1:
+        row = f"{len(case.calls)} calls in a row, " if len(case.calls) > 1 else ""
+        return f"{row}b = {case.calls[0][0]}, n = {case.calls[0][1]}, {what}"
     b, n = zip(*case.calls, strict=True)
     return f"{len(case.calls)} calls, b = {min(b)} to {max(b)}, n = {min(n)} to {max(n)}, {what}"
 

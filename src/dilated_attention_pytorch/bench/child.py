@@ -9,13 +9,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from ..core import AttentionBufferManager
+from ..core.host_memory import host_memory
 from .candidates import attend
-from .cases import Case, Config, LongCase, MemoryCase, case_from_dict, case_to_dict
+from .cases import Case, Config, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
 from .gate import make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 
@@ -32,16 +34,17 @@ class Measured:
     why_not: str | None = None
 
 
-def measure_in_child(case: Case, repeats: int) -> Measured:
-    """Measures a memory or long case in a fresh interpreter."""
-    needed, available = input_and_result_bytes(case), available_bytes()
-    if available is not None and needed > 0.9 * available:
-        return Measured(why_not=f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available")
+def measure_in_child(case: Case, repeats: int, memory: str = "fresh") -> Measured:
+    """Measures a memory, long or pool case in a fresh interpreter; `memory` is for a pool case."""
+    needed, memory_now = input_and_result_bytes(case), host_memory()
+    if memory_now is not None and needed > 0.9 * memory_now.available:
+        there = f"{memory_now.available / 2**30:.1f} GiB are available"
+        return Measured(why_not=f"needs {needed / 2**30:.1f} GiB, {there}")
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps({"case": case_to_dict(case), "repeats": repeats}),
+        input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "memory": memory}),
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -68,6 +71,22 @@ def measure_memory(case: MemoryCase) -> Measured:
     return Measured(rows_error(call, results), nbytes)
 
 
+def measure_pool(case: PoolCase, memory: str) -> Measured:
+    """Peak memory above the inputs' over a few calls, in which a pool fills and is used again."""
+    manager = AttentionBufferManager()
+    memory = manager.name if memory == "manager" else memory
+    _warm_up(case.config, case.backward)
+    largest = max(b for b, _ in case.calls), max(n for _, n in case.calls)
+    call = make_call(case.config, *largest, backward=case.backward)
+    before = reset_peak_memory()
+    for b, n in (*case.calls * 2, largest):
+        tensors = {name: getattr(call, name)[:b, :n] for name in ("q", "k", "v")}
+        grad_out = None if call.grad_out is None else call.grad_out[:b, :n]
+        results = run_call(replace(call, **tensors, grad_out=grad_out), memory)
+    peak = read_status("VmHWM")
+    return Measured(rows_error(call, results), {"peak_extra": peak - before})
+
+
 def measure_long(case: LongCase, repeats: int) -> Measured:
     """Time of one long call against as many short ones as give its length; peak memory of the process."""
     _warm_up(case.config, backward=False)
@@ -91,18 +110,10 @@ def measure_long(case: LongCase, repeats: int) -> Measured:
 
 def input_and_result_bytes(case: Case) -> int:
     """Bytes of all tensors that a memory or long case holds at once."""
-    assert isinstance(case, (MemoryCase, LongCase))
-    tensors = 8 if isinstance(case, MemoryCase) and case.backward else 4
-    return 4 * case.n * case.config.h * (tensors * case.config.d + 1)
-
-
-def available_bytes() -> int | None:
-    """Memory that a new process can have, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    assert isinstance(case, (MemoryCase, LongCase, PoolCase))
+    tensors = 8 if not isinstance(case, LongCase) and case.backward else 4
+    positions = max(b * n for b, n in case.calls) if isinstance(case, PoolCase) else case.n
+    return 4 * positions * case.config.h * (tensors * case.config.d + 1)
 
 
 def _warm_up(config: Config, backward: bool) -> None:
@@ -116,6 +127,8 @@ def main() -> None:
     try:
         if isinstance(case, MemoryCase):
             measured = measure_memory(case)
+        elif isinstance(case, PoolCase):
+            measured = measure_pool(case, request["memory"])
         else:
             assert isinstance(case, LongCase)
             measured = measure_long(case, request["repeats"])

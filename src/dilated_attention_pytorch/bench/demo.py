@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
+from ..core.host_memory import host_memory
 from ..plan import Shape, plan_dilated
 from ..spec import DilatedSpec
-from .child import available_bytes
 from .demo_checks import Check, run_checks
 from .demo_view import PlainView, View
 from .measure import interleave
@@ -131,9 +131,9 @@ def doubling_rows(
 
 
 def _fits_memory(n: int) -> bool:
-    available = available_bytes()
+    memory = host_memory()
     needed = 4 * 4 * n * HEADS * HEAD_DIM
-    return needed < (MEMORY_SHARE * available if available is not None else 2**31)
+    return needed < (MEMORY_SHARE * memory.available if memory is not None else 2**31)
 
 
 def summarize(rows: Sequence[Row]) -> str:

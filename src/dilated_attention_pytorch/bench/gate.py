@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..core import AttentionBufferManager
 from ..reference import dilated_attention_reference
 from .candidates import attend
-from .cases import Case, Config, TimeCase
+from .cases import Case, Config, PoolCase, TimeCase
 
 TOLERANCE = 2e-5  # of float32 inputs against float64 results, absolute below 1 and relative above
 REDUCED_LENGTH = 256
@@ -64,12 +65,12 @@ def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: i
     return Call(config, q, k, v, grad_out, rows)
 
 
-def run_call(call: Call) -> Results:
+def run_call(call: Call, memory: str = "fresh") -> Results:
     """One call of the library, with gradients when the call holds a `grad_out`."""
     if call.grad_out is None:
-        return Results(*attend(call.config, call.q, call.k, call.v))
+        return Results(*attend(call.config, call.q, call.k, call.v, memory=memory))
     leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-    out, lse = attend(call.config, *leaves)
+    out, lse = attend(call.config, *leaves, memory=memory)
     gradients = torch.autograd.grad(out, leaves, call.grad_out)
     return Results(out.detach(), lse.detach(), gradients)
 
@@ -79,13 +80,27 @@ def check_case(case: Case) -> float:
 
     Memory and long cases check their rows after they are measured, on the very results: one call is enough.
     """
-    backward = not isinstance(case, TimeCase) or case.backward
+    backward = not isinstance(case, (TimeCase, PoolCase)) or case.backward
     errors = [reduced_error(case.config, _longest(case), backward=backward)]
     if isinstance(case, TimeCase):
         for i, (b, n) in enumerate(case.calls):
             call = make_call(case.config, b, n, backward=case.backward, seed=i)
             errors.append(rows_error(call, run_call(call)))
+    elif isinstance(case, PoolCase):
+        manager = AttentionBufferManager()
+        for b, n in sorted(set(case.calls)):
+            call = make_call(case.config, b, n, backward=case.backward)
+            fresh = run_call(call)
+            errors.append(rows_error(call, fresh))
+            for memory in ("pool", "lightweight", manager.name) * 2:  # first new buffers, then used ones
+                if not _equal(fresh, run_call(call, memory)):
+                    raise WrongAnswerError(f"{case.name}: memory={memory!r} changes the result: not measured")
     return accept(case.name, max(errors))
+
+
+def _equal(one: Results, other: Results) -> bool:
+    pairs = zip((one.out, one.lse, *one.gradients), (other.out, other.lse, *other.gradients), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def accept(name: str, error: float) -> float:
@@ -169,7 +184,7 @@ def _choose_rows(config: Config, b: int, n: int, seed: int) -> tuple[tuple[int, 
 
 
 def _longest(case: Case) -> int:
-    return max(n for _, n in case.calls) if isinstance(case, TimeCase) else case.n
+    return max(n for _, n in case.calls) if isinstance(case, (TimeCase, PoolCase)) else case.n
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

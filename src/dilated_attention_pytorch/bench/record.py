@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from .cases import Case, LongCase, MemoryCase, TimeCase, case_from_dict, case_to_dict, describe
+from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase, case_from_dict, case_to_dict, describe
 from .measure import Timing
 
 SCHEMA = 1
@@ -66,10 +66,25 @@ def make_result(
     elif isinstance(case, MemoryCase):
         ratio = counts["peak_extra"] / counts["results"] if counts else None
         figures = (Figure("peak extra memory over bytes of results", ratio, target=case.target),)
+    elif isinstance(case, PoolCase):
+        figures = tuple(_pool_figures(case, timings, counts))
     else:
         peak = Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target)
         figures = (peak, *_time_figures(timings.get("long"), timings.get("base"), case.time_target))
     return Result(case, repeats, error, seconds, counts, figures, why_not)
+
+
+def _pool_figures(case: PoolCase, timings: dict[str, Timing], counts: dict[str, int]) -> Iterator[Figure]:
+    """By kind of memory the ratio of minimal times to that with fresh memory; then of peak memory."""
+    fresh = timings["fresh"].minimum
+    targets = {"pool": case.target, "lightweight": case.lightweight_target, "manager": case.target}
+    for name, target in targets.items():
+        yield Figure(f"time with {name}", timings[name].minimum / fresh, target=target)
+    yield Figure("time with no plan cache", timings["no plan cache"].minimum / fresh)
+    for name in targets:
+        measured = counts.keys() >= {"peak_fresh", f"peak_{name}"}
+        ratio = counts[f"peak_{name}"] / counts["peak_fresh"] if measured else None
+        yield Figure(f"peak memory with {name}", ratio, target=case.memory_target)
 
 
 def _time_figures(
@@ -116,6 +131,7 @@ def to_markdown(record: Record) -> str:
     kinds = [
         ("**Time** over that of the bare kernel on ready-made tiles", TimeCase, _time_table),
         ("**Memory** that a call adds to its inputs", MemoryCase, _memory_table),
+        ("**Pooled memory**: time and peak memory over those with fresh memory", PoolCase, _pool_table),
         ("**Long**: one call against as many short ones as give its length", LongCase, _long_table),
     ]
     parts = []
@@ -164,6 +180,22 @@ def _long_table(results: Iterable[Result]) -> str:
         rows.append([result.case.name, *_shown(result, peak), *times, *_shown(result, minimum)])
     head = ["case", "peak memory", "target", "short calls", "long call", "ratio of minima", "target"]
     return _table(head, rows)
+
+
+def _pool_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        milliseconds = _milliseconds(Timing(result.seconds["fresh"]))
+        cells = [_pool_cell(figure) for figure in result.figures]
+        peak = _mebibytes(result.counts.get("peak_fresh"))
+        rows.append([result.case.name, milliseconds, *cells[:4], peak, *cells[4:]])
+    names = ("pool", "lightweight", "manager")
+    peaks = ["fresh, peak MiB", *(f"peak, {name}" for name in names)]
+    return _table(["case", "fresh, ms", *names, "no plan cache", *peaks], rows)
+
+
+def _pool_cell(figure: Figure) -> str:
+    return f"**{_number(figure)}**" if figure.met is False else _number(figure)
 
 
 def _shown(result: Result, figure: Figure) -> list[str]:

@@ -48,6 +48,11 @@ class BufferType(str, Enum):
     CACHE = "cache"
 
 
+def check_flag(name: str, flag: bool) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {flag!r}")
+
+
 @dataclass(frozen=True)
 class BufferConfig:
     """How buffers of a type are had and kept.
@@ -74,13 +79,19 @@ class BufferConfig:
     alignment: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.typical_size_mb, (int, float)):
+            raise TypeError(f"typical_size_mb must be a number, got {self.typical_size_mb!r}")
         if not self.typical_size_mb > 0:
             raise ValueError(f"typical_size_mb must be positive, got {self.typical_size_mb}")
         for name, known in (("reuse_frequency", Frequency), ("lifetime", Lifetime)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
-        if self.alignment is not None and (self.alignment < 1 or self.alignment & (self.alignment - 1)):
-            raise ValueError(f"alignment must be a power of two, got {self.alignment}")
+        for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
+            check_flag(name, getattr(self, name))
+        if self.alignment is None:
+            return
+        if not isinstance(self.alignment, int) or self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(f"alignment must be a power of two, got {self.alignment!r}")
 
     def strategy(self, nbytes: int) -> str:
         """ "bucketed", "numa", "fragment_aware" or "direct", by the size of a buffer."""
@@ -147,6 +158,14 @@ class AttentionBufferManager:
         enable_profiling: bool = False,
         pool: MemoryPool | None = None,
     ) -> None:
+        flags = {
+            "enable_reuse": enable_reuse,
+            "enable_preallocation": enable_preallocation,
+            "lightweight": lightweight,
+            "enable_profiling": enable_profiling,
+        }
+        for name, flag in flags.items():
+            check_flag(name, flag)
         custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
         for buffer_type, config in custom.items():
             if not isinstance(config, BufferConfig):
@@ -176,7 +195,7 @@ class AttentionBufferManager:
         zero_init: bool | None = None,
     ) -> Tensor:
         """A contiguous buffer; filled with zeros as the type's configuration says, or as `zero_init` says."""
-        start = time.perf_counter() if self.enable_profiling else 0.0
+        start = time.perf_counter() if self._is_timed else 0.0
         buffer_type = check_buffer_type(buffer_type)
         config, device = self.configs[buffer_type], normal_device(device)
         if self._is_cold:
@@ -186,7 +205,7 @@ class AttentionBufferManager:
         buffer = self._lend(buffer_type, shape, dtype, device, zeros)
         if self.enable_preallocation and not self.lightweight:
             self._learn((buffer_type, tuple(buffer.shape), dtype, device))
-        if self.enable_profiling:
+        if start:
             with self._lock:
                 self._figures[buffer_type].seconds += time.perf_counter() - start
         return buffer
@@ -222,12 +241,12 @@ class AttentionBufferManager:
         """Allocates ahead, so that the first requests find a buffer; returns how many are ready.
 
         With sizes: one (batch_size, seq_len, num_heads, head_dim) buffer of each type. Without: one for every
-        shape that was requested at least three times (learnt with `enable_preallocation`).
+        shape that was requested at least three times (learnt with `enable_preallocation`), the most frequent
+        first, within half of the pool's budget. No more than the type's capacity either way.
         """
         sizes = (batch_size, seq_len, num_heads, head_dim)
         if all(size is None for size in sizes):
-            with self._lock:
-                requests = [request for request, times in self._shapes.items() if times >= RECURS_AFTER]
+            requests = self._habits()
         elif any(size is None for size in sizes):
             raise ValueError(
                 f"batch_size, seq_len, num_heads and head_dim are given all or none, got {sizes}"
@@ -239,9 +258,15 @@ class AttentionBufferManager:
             shape = tuple(size for size in sizes if size is not None)
             place = normal_device(device)
             requests = [(check_buffer_type(name), shape, dtype, place) for name in buffer_types]
-        buffers = [(self._lend(*request, zeros=False, counted=False), request[0]) for request in requests]
-        for buffer, buffer_type in buffers:
+        buffers: list[Tensor] = []
+        ready: Counter[BufferType] = Counter()
+        for request in requests:
+            if ready[request[0]] < self.capacity(request[0]):
+                buffers.append(self._lend(*request, zeros=False, counted=False))
+                ready[request[0]] += 1
+        for buffer in buffers:
             self.pool.deallocate(buffer)
+        for buffer_type in ready:
             self.pool.trim(buffer_type.value, self.capacity(buffer_type))
         return len(buffers)
 
@@ -268,11 +293,13 @@ class AttentionBufferManager:
         if not self.enable_reuse:
             workspace = Workspace()
             yield workspace
-        else:
-            with self.pool.workspace(
-                device, lightweight=self.lightweight, make_result=self._result
-            ) as workspace:
-                yield workspace
+            self._count_workspace(workspace)
+            return
+        with self.pool.workspace(device, lightweight=self.lightweight, make_result=self._result) as workspace:
+            yield workspace
+            self._count_workspace(workspace)  # before another call may have it
+
+    def _count_workspace(self, workspace: Workspace) -> None:
         fresh = set(workspace.fresh)
         with self._lock:
             for slot in workspace.taken:
@@ -303,7 +330,7 @@ class AttentionBufferManager:
                     "capacity": self.capacity(buffer_type),
                     "largest_bytes": figures.largest_bytes,
                     "strategies": dict(figures.strategies),
-                    **({"seconds": figures.seconds} if self.enable_profiling else {}),
+                    **({"seconds": figures.seconds} if self._is_timed else {}),
                 }
                 for buffer_type, figures in self._figures.items()
             }
@@ -357,7 +384,7 @@ class AttentionBufferManager:
     def __reduce__(self) -> tuple[Callable[..., AttentionBufferManager], tuple[Any, ...]]:
         if _SHARED.get(self.settings) is self:
             return shared_buffer_manager, self.settings
-        return _restore, (dict(self.configs), *self.settings)
+        return _restore, (dict(self.configs), *self.settings[:-1], self.pool)
 
     @property
     def settings(self) -> tuple[bool, bool, bool, bool, bool]:
@@ -371,6 +398,10 @@ class AttentionBufferManager:
             is_pooled,
         )
 
+    @property
+    def _is_timed(self) -> bool:
+        return self.enable_profiling and not self.lightweight
+
     def _lend(
         self,
         buffer_type: BufferType,
@@ -381,6 +412,8 @@ class AttentionBufferManager:
         strategy: str | None = None,
         counted: bool = True,
     ) -> Tensor:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         config, shape = self.configs[buffer_type], check_shape(shape)
         strategy = strategy or config.strategy(math.prod(shape) * dtype.itemsize)
         if not self.enable_reuse:
@@ -403,7 +436,24 @@ class AttentionBufferManager:
                 figures.misses += not reused
                 figures.largest_bytes = max(figures.largest_bytes, buffer.nbytes)
                 figures.strategies[strategy] += 1
+        if not reused:  # what was dropped instead of returned counts as idle, too
+            self.pool.trim(buffer_type.value, self.capacity(buffer_type))
         return buffer
+
+    def _habits(self) -> list[Request]:
+        """The shapes that recur, the most frequent first, as many as half of the pool's budget has room for.
+
+        Nobody asked for them yet, so they must not be what exceeds the budget.
+        """
+        with self._lock:
+            known = self._shapes.most_common()
+        room, habits = self.pool.budget // 2, []
+        for request, times in known:
+            nbytes = math.prod(request[1]) * request[2].itemsize
+            if times >= RECURS_AFTER and nbytes <= room:
+                habits.append(request)
+                room -= nbytes
+        return habits
 
     def _learn(self, request: Request) -> None:
         with self._lock:
@@ -437,7 +487,10 @@ def shared_buffer_manager(*settings: bool) -> AttentionBufferManager:
     with _SHARED_LOCK:
         manager = _SHARED.get(settings)
         if manager is None:
-            manager = _SHARED[settings] = _restore(None, *settings)
+            reuse, preallocation, lightweight, profiling, is_pooled = settings
+            pool = get_global_memory_pool() if is_pooled else None
+            manager = _restore(None, reuse, preallocation, lightweight, profiling, pool)
+            _SHARED[settings] = manager
         return manager
 
 
@@ -473,7 +526,7 @@ def _restore(
     enable_preallocation: bool,
     lightweight: bool,
     enable_profiling: bool,
-    is_pooled: bool,
+    pool: MemoryPool | None,
 ) -> AttentionBufferManager:
     return AttentionBufferManager(
         configs,
@@ -481,7 +534,7 @@ def _restore(
         enable_preallocation=enable_preallocation,
         lightweight=lightweight,
         enable_profiling=enable_profiling,
-        pool=get_global_memory_pool() if is_pooled else None,
+        pool=pool,
     )
 
 

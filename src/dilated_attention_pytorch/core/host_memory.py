@@ -45,7 +45,7 @@ def device_memory(device: torch.device) -> Memory | None:
 
 @lru_cache(maxsize=1)
 def numa_nodes() -> int:
-    """How many NUMA nodes of this host have memory; 1 where the system does not tell."""
+    """How many NUMA nodes this host has; 1 where the system does not tell."""
     return len(list((SYS / "devices/system/node").glob("node[0-9]*"))) or 1
 
 
@@ -59,8 +59,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def asked_bytes(error: BaseException) -> int | None:
     """What the failed allocation asked for, where torch's message says it."""
-    found = re.search(r"[Tt]ried to allocate (\d+) bytes", str(error))
-    return int(found[1]) if found else None
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
+    if found:
+        return int(float(found[1]) * _UNITS[found[2]])
+    return None if error.__cause__ is None else asked_bytes(error.__cause__)
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def describe_bytes(nbytes: int | None) -> str:

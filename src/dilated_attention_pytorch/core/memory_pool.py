@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,8 +49,12 @@ class _Block:
     @property
     def is_idle(self) -> bool:
         """Nothing but the pool holds the storage: no tensor, view or graph, no Python storage object."""
-        alone: bool = torch._C._storage_Use_Count(self.cdata) == 1
-        return alone and self.references == _ALONE
+        # Asked twice of Python: between the questions another thread may turn a tensor into its storage.
+        return (
+            self.references == _ALONE
+            and torch._C._storage_Use_Count(self.cdata) == 1
+            and self.references == _ALONE
+        )
 
     @property
     def references(self) -> int:
@@ -63,7 +68,7 @@ class _Block:
         return same and not self.storage.is_shared()
 
 
-_ALONE = _Block(torch.empty(0).untyped_storage(), "", 0).references
+_ALONE = _Block(torch.empty(0, device="cpu").untyped_storage(), "", 0).references
 
 
 class MemoryPool:
@@ -88,11 +93,12 @@ class MemoryPool:
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
         self.max_bytes, self.enable_profiling = max_bytes, enable_profiling
+        self._lock = threading.RLock()
         self._start_clean()
-        _POOLS.add(self)
+        with _POOLS_LOCK:
+            _POOLS.add(self)
 
     def _start_clean(self) -> None:
-        self._lock = threading.RLock()
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # least recently used first
         # By tag and size; what was returned last stands last, and is so found first.
         self._buckets: dict[tuple[str, int], OrderedDict[int, _Block]] = {}
@@ -102,7 +108,7 @@ class MemoryPool:
         # Tensors that the pool made but does not hold, so that they too can be returned.
         self._loose: dict[int, weakref.ref[Tensor]] = {}
         self._device_pools: dict[torch.device, Any] = {}
-        self._reserved = 0
+        self._reserved: dict[object, int] = {}  # bytes of buffers that are being allocated
         self.memory_is_scarce = False  # when the machine was last looked at
         self._checked, self._budget = -math.inf, self.max_bytes or LEAST_BUDGET
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -168,19 +174,21 @@ class MemoryPool:
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         if fit not in ("class", "best", "exact"):
             raise ValueError(f"fit must be 'class', 'best' or 'exact', got {fit!r}")
-        if alignment is not None and (alignment < 1 or alignment & (alignment - 1)):
-            raise ValueError(f"alignment must be a power of two, got {alignment}")
+        if alignment is not None:
+            if isinstance(alignment, bool) or not isinstance(alignment, int):
+                raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
+            if alignment < 1 or alignment & (alignment - 1):
+                raise ValueError(f"alignment must be a power of two, got {alignment}")
         if device.type != "cpu" or (pinned and torch.accelerator.is_available()):
-            buffer, reused = self._unpooled(shape, dtype, device, pinned and device.type == "cpu"), False
+            pinned = pinned and device.type == "cpu"
+            buffer, reused = self._unpooled(shape, dtype, device, alignment, pinned), False
         else:
-            nbytes = math.prod(shape) * dtype.itemsize
-            size = nbytes + max(0, (alignment or 0) - dtype.itemsize)
-            size = size if fit == "exact" else _size_class(size)
-            if size > self._limit():
+            needed = _needed(shape, dtype, alignment)
+            if needed > self._limit():
                 raise ValueError(
-                    f"a buffer of {nbytes} bytes does not fit the pool's budget of {self._budget} bytes"
+                    f"a buffer of {needed} bytes does not fit the pool's budget of {self._budget} bytes"
                 )
-            buffer, reused = self._pooled(shape, dtype, size, tag, fit, alignment, numa)
+            buffer, reused = self._pooled(shape, dtype, tag, fit, alignment, numa)
         return (buffer.zero_() if zero_init else buffer), reused
 
     def deallocate(self, buffer: Tensor) -> None:
@@ -193,6 +201,8 @@ class MemoryPool:
                 block.returned = True
                 self._blocks.move_to_end(block.cdata)
                 self._buckets[block.tag, block.nbytes].move_to_end(block.cdata)
+                if not block.is_sound:
+                    self._drop(block)
             elif block is not None or self._loose.pop(id(buffer), None) is None:
                 raise ValueError(
                     f"a tensor of shape {tuple(buffer.shape)} is not on loan from this pool: it was returned "
@@ -251,13 +261,13 @@ class MemoryPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < RESULT_BYTES or nbytes > self._limit():
             return torch.empty(shape, dtype=dtype, device=device)
-        return self._pooled(shape, dtype, nbytes, "output", "exact", None, numa=False)[0]
+        return self._pooled(shape, dtype, "output", "exact", None, numa=False)[0]
 
     # Cleaning up
 
     def clear(self, tag: str | None = None) -> int:
         """Frees everything idle (of one tag, if given) and returns how many bytes that were."""
-        return self._evict(0) if tag is None else self.trim(tag, 0)
+        return self._evict(-1) if tag is None else self.trim(tag, 0)  # -1: empty buffers too
 
     def trim(self, tag: str, keep: int) -> int:
         """Frees the least recently used idle buffers of a tag beyond `keep`; returns the bytes freed."""
@@ -288,9 +298,7 @@ class MemoryPool:
     def reset(self) -> None:
         """Forgets everything, statistics too. Buffers on loan stay valid, but are the pool's no longer."""
         with self._lock:
-            lock = self._lock
             self._start_clean()
-            self._lock = lock
 
     # Figures
 
@@ -328,10 +336,12 @@ class MemoryPool:
             total, lent_bytes = self._held(), sum(block.nbytes for block in lent)
             devices = {str(device): _device_figures(pool) for device, pool in self._device_pools.items()}
             requests, reused = self._counts["allocation_count"], self._counts["reuse_count"]
+            total += sum(figures["total"] for figures in devices.values())
+            cached += sum(figures["cached"] for figures in devices.values())
             stats: dict[str, Any] = {
-                "total_allocated": total + sum(figures["total"] for figures in devices.values()),
+                "total_allocated": total,
                 "in_use_bytes": total - cached,
-                "cached_bytes": cached + sum(figures["cached"] for figures in devices.values()),
+                "cached_bytes": cached,
                 "cached_buffers": sum(idle) + sum(len(workspace.buffers) for workspace in self._idle),
                 "max_bytes": self.max_bytes or self._budget,
                 "reuse_rate": reused / requests if requests else 0.0,
@@ -360,7 +370,7 @@ class MemoryPool:
     def __reduce__(self) -> tuple[Callable[..., MemoryPool], tuple[Any, ...]]:
         if self is _GLOBAL:
             return get_global_memory_pool, ()
-        return MemoryPool, (self.max_bytes,)
+        return partial(MemoryPool, self.max_bytes, enable_profiling=self.enable_profiling), ()
 
     # Inside, with the lock held unless a docstring says otherwise
 
@@ -368,16 +378,19 @@ class MemoryPool:
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        size: int,
         tag: str,
         fit: Fit,
         alignment: int | None,
         numa: bool,
     ) -> tuple[Tensor, bool]:
-        """A tensor in a block of `size` bytes or more, and if that was reused. Takes the lock itself."""
-        nbytes = math.prod(shape) * dtype.itemsize
+        """A tensor in a block that fits it, and if that was reused. Takes the lock itself."""
+        nbytes, needed = math.prod(shape) * dtype.itemsize, _needed(shape, dtype, alignment)
+        token = object()
         with self._lock:
-            block = self._find(size, tag, fit)
+            limit = self._limit()
+            size = needed if fit == "exact" else _size_class(needed)
+            size = size if size <= limit else needed
+            block = self._find(needed, tag) if fit == "best" else self._newest(tag, size)
             if block is not None:
                 block.returned, block.requested = False, nbytes
                 self._blocks.move_to_end(block.cdata)
@@ -386,41 +399,43 @@ class MemoryPool:
                 buffer = _tensor_in(block.storage, shape, dtype, alignment)
             else:
                 self._count(tag, nbytes, reused=False)
-                limit = self._limit()
                 self._evict(limit - size)
                 has_room = self._held() + size <= limit
-                self._reserved += size if has_room else 0
+                if has_room:
+                    self._reserved[token] = size
         if block is not None:
             return fill_if_deterministic(buffer), True
         if not has_room:
-            return self._unpooled(shape, dtype, torch.device("cpu"), pinned=False, counted=True), False
+            return self._unpooled(shape, dtype, torch.device("cpu"), alignment, counted=True), False
         storage = None
         try:
             storage = _fresh(size, spread=numa and numa_nodes() > 1)
         finally:
             with self._lock:
-                self._reserved = max(0, self._reserved - size)
+                was_reset = self._reserved.pop(token, None) is None
                 if storage is not None:
-                    block = _Block(storage, tag, size, nbytes)
                     buffer = _tensor_in(storage, shape, dtype, alignment)
+                if storage is not None and not was_reset:
+                    block = _Block(storage, tag, size, nbytes)
                     self._blocks[block.cdata] = block
                     self._buckets.setdefault((tag, size), OrderedDict())[block.cdata] = block
                     self._block_bytes += size
                     self._note_peak()
         return buffer, False
 
-    def _find(self, size: int, tag: str, fit: Fit) -> _Block | None:
-        sizes = [size]
-        if fit == "best":
-            sizes = sorted(
-                other for name, other in self._buckets if name == tag and size <= other <= 2 * size
-            )
-        for other in sizes:
-            for block in list(reversed(self._buckets.get((tag, other), {}).values())):
-                if block.is_idle:
-                    if block.is_sound:
-                        return block
-                    self._drop(block)
+    def _find(self, needed: int, tag: str) -> _Block | None:
+        """The smallest idle block that fits, up to twice what is needed or the size class."""
+        most = max(2 * needed, _size_class(needed))
+        sizes = sorted(size for name, size in self._buckets if name == tag and needed <= size <= most)
+        return next(filter(None, (self._newest(tag, size) for size in sizes)), None)
+
+    def _newest(self, tag: str, size: int) -> _Block | None:
+        """The idle block of the very size that was returned last."""
+        for block in list(reversed(self._buckets.get((tag, size), {}).values())):
+            if block.is_idle:
+                if block.is_sound:
+                    return block
+                self._drop(block)
         return None
 
     def _unpooled(
@@ -428,14 +443,18 @@ class MemoryPool:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        pinned: bool,
+        alignment: int | None = None,
+        pinned: bool = False,
         counted: bool = False,
     ) -> Tensor:
         """Memory that torch's own allocators look after. Takes the lock itself."""
+        sizes = shape if alignment is None else (-(-_needed(shape, dtype, alignment) // dtype.itemsize),)
         with self._device_scope(device):
             buffer = _with_relief(
-                lambda: torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned), device
+                lambda: torch.empty(sizes, dtype=dtype, device=device, pin_memory=pinned), device
             )
+        if alignment is not None:
+            buffer = _tensor_in(buffer.untyped_storage(), shape, dtype, alignment)
         key, loose = id(buffer), self._loose
         with self._lock:
             loose[key] = weakref.ref(buffer, lambda _: loose.pop(key, None))
@@ -462,7 +481,7 @@ class MemoryPool:
 
     def _held(self) -> int:
         workspaces = sum(workspace.nbytes for workspace in (*self._idle, *self._lent.values()))
-        return self._block_bytes + workspaces + self._reserved
+        return self._block_bytes + workspaces + sum(self._reserved.values())
 
     def _limit(self, look: bool = True) -> int:
         """The budget in force; with none given, a share of what the machine can give."""
@@ -538,6 +557,7 @@ _COUNTS = (
     "peak_allocated",
 )
 _POOLS: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+_POOLS_LOCK = threading.Lock()  # a set that grows cannot be iterated
 _GLOBAL: MemoryPool | None = None
 _GLOBAL_LOCK = threading.Lock()
 
@@ -559,7 +579,9 @@ def reset_global_memory_pool() -> None:
 def release_idle_memory() -> int:
     """The emergency cleanup: frees what is idle in all pools and torch's caches; returns the pools' bytes."""
     gc.collect()
-    freed = sum(pool.clear() for pool in list(_POOLS))
+    with _POOLS_LOCK:
+        pools = list(_POOLS)
+    freed = sum(pool.clear() for pool in pools)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     LOGGER.debug("out of memory: %d idle bytes freed", freed)
@@ -589,11 +611,14 @@ def _with_relief(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(error, device, "after all idle buffers were freed") from error
+        # Without its traceback, whose frames would keep the tensors of the callers.
+        failure = error.with_traceback(None)
+        raise out_of_memory(failure, device, "after all idle buffers were freed") from failure
 
 
 def _fresh(nbytes: int, spread: bool) -> torch.UntypedStorage:
-    buffer = _with_relief(lambda: torch.empty(nbytes, dtype=torch.uint8), torch.device("cpu"))
+    device = torch.device("cpu")
+    buffer = _with_relief(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
     return (buffer.zero_() if spread else buffer).untyped_storage()
 
 
@@ -601,7 +626,13 @@ def _tensor_in(
     storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None
 ) -> Tensor:
     offset = -storage.data_ptr() % alignment if alignment else 0
-    return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _needed(shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None) -> int:
+    """Bytes in which a tensor finds an aligned place."""
+    return math.prod(shape) * dtype.itemsize + max(0, (alignment or 0) - dtype.itemsize)
 
 
 def _size_class(nbytes: int) -> int:
@@ -629,9 +660,10 @@ def _device_figures(pool: Any) -> dict[str, int]:
 
 def _start_clean_after_fork() -> None:
     # The parent's lock may be held by a thread that does not exist here, and its memory is the parent's.
-    global _GLOBAL_LOCK
-    _GLOBAL_LOCK = threading.Lock()
+    global _GLOBAL_LOCK, _POOLS_LOCK
+    _GLOBAL_LOCK, _POOLS_LOCK = threading.Lock(), threading.Lock()
     for pool in list(_POOLS):
+        pool._lock = threading.RLock()
         pool._start_clean()
 
 

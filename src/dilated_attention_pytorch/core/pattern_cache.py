@@ -48,7 +48,7 @@ class PatternCache:
         self,
         max_size: int = 1000,
         *,
-        max_bytes: int = 256 * 2**20,
+        max_bytes: int = 64 * 2**20,
         keep_after: int = 1,
         auto_tune: bool = False,
         cache_on_gpu: bool = False,
@@ -84,7 +84,7 @@ class PatternCache:
             keep = entry is None and self._keeps(key)
         if entry is None:
             entry = self._build(key, build, keep)
-        value: _T = entry.value if device is None else self._on_device(key, entry, device)
+        value: _T = entry.value if device is None else self._on_device(entry, device)
         return value
 
     def get(self, key: Hashable, default: Any = None) -> Any:
@@ -231,7 +231,7 @@ class PatternCache:
                 self._store(key, entry)
         return entry
 
-    def _on_device(self, key: Hashable, entry: _Entry, device: torch.device | str) -> Any:
+    def _on_device(self, entry: _Entry, device: torch.device | str) -> Any:
         value, target = entry.value, torch.device(device)
         if not hasattr(value, "to"):
             return value
@@ -246,7 +246,7 @@ class PatternCache:
             copy = value.to(target)
         size = _nbytes(copy)
         with self._lock:
-            if self.cache_on_gpu and self._cache.get(key) is entry and size <= self.max_bytes:
+            if self.cache_on_gpu and size <= self.max_bytes:
                 copy, _ = entry.copies.setdefault(target, (copy, size))
                 excess = self._device_bytes() - self.max_bytes
                 for oldest in self._cache.values():  # in order of use
@@ -277,7 +277,7 @@ class PatternCache:
             self._evictions += 1
             if self.auto_tune and crowded:  # against max_bytes, a larger max_size would not help
                 self._evicted[key] = None
-            _logger.debug("pattern cache evicts %r", key)
+            _logger.debug("pattern cache evicts %.80r", key)
         _trim(self._evicted, 8 * self.max_size)  # so that larger working sets are recognised, too
         _trim(self._requests, self.max_size)
 

@@ -16,7 +16,8 @@ def fill_if_deterministic(buffer: Tensor) -> Tensor:
     """Reused memory keeps the promise that torch makes for `torch.empty` when asked to be deterministic."""
     fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if fills and torch.are_deterministic_algorithms_enabled():
-        buffer.view(-1).view(torch.uint8).fill_(255)  # NaN in every floating point type
+        # 255 is NaN in every floating point type, and no bool.
+        buffer.view(-1).view(torch.uint8).fill_(1 if buffer.dtype == torch.bool else 255)
     return buffer
 
 
@@ -45,7 +46,9 @@ class Workspace:
         if buffer is None or buffer.numel() < numel:
             self.buffers.pop(key, None)  # freed before its successor is allocated
             del buffer
-            buffer = self.buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+            # A tensor of inference mode could not be written to outside it.
+            with torch.inference_mode(False):
+                buffer = self.buffers[key] = torch.empty(numel, dtype=dtype, device=device)
             self.fresh.append(key)
         elif key not in self.taken:
             fill_if_deterministic(buffer)  # what an earlier call left there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.attention_buffer_manager import AttentionBufferManager, shared_buffer_manager
+from ..core.attention_buffer_manager import AttentionBufferManager, check_flag, shared_buffer_manager
 from .attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedAttention
 
 
@@ -16,7 +16,7 @@ class ImprovedDilatedAttention(DilatedAttention):
         self,
         segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
         dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
-        dropout: float = 0.0,
+        dropout: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout=dropout, **options)
@@ -28,8 +28,8 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
     Args:
         enable_buffer_manager: False takes memory as `DilatedAttention` does.
         enable_buffer_reuse, enable_preallocation: of the manager; see `AttentionBufferManager`.
-        buffer_manager: one of your own. By default all modules with the same settings share one, so that a
-            model of many layers holds the scratch of a single one.
+        buffer_manager: one of your own, with its own settings. By default all modules with the same settings
+            share one, so that a model of many layers holds the scratch of a single one.
         options: those of `DilatedAttention`. With `enable_memory_pool` the manager takes its memory from the
             global pool, with `lightweight_pool` it leaves out what costs time.
     """
@@ -38,7 +38,7 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
         self,
         segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
         dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
-        dropout: float = 0.0,
+        dropout: float | None = None,
         *,
         enable_buffer_manager: bool = True,
         enable_buffer_reuse: bool = True,
@@ -46,19 +46,29 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
         buffer_manager: AttentionBufferManager | None = None,
         **options: Any,
     ) -> None:
+        pooling = {
+            name: options.get(name, False)
+            for name in ("lightweight_pool", "enable_profiling", "enable_memory_pool")
+        }
+        flags = {
+            "enable_buffer_manager": enable_buffer_manager,
+            "enable_buffer_reuse": enable_buffer_reuse,
+            "enable_preallocation": enable_preallocation,
+            **pooling,
+        }
+        for name, flag in flags.items():
+            check_flag(name, flag)
         if buffer_manager is not None and not isinstance(buffer_manager, AttentionBufferManager):
             raise TypeError(
                 f"buffer_manager must be an AttentionBufferManager, got {type(buffer_manager).__name__}"
             )
-        if buffer_manager is None and enable_buffer_manager:
+        if buffer_manager is not None and not enable_buffer_manager:
+            raise ValueError("a buffer_manager is used or not, got one and enable_buffer_manager=False")
+        if enable_buffer_manager and buffer_manager is None:
             buffer_manager = shared_buffer_manager(
-                enable_buffer_reuse,
-                enable_preallocation,
-                options.get("lightweight_pool", False),
-                options.get("enable_profiling", False),
-                options.get("enable_memory_pool", False),
+                enable_buffer_reuse, enable_preallocation, *pooling.values()
             )
-        object.__setattr__(self, "buffer_manager", buffer_manager if enable_buffer_manager else None)
+        object.__setattr__(self, "buffer_manager", buffer_manager)
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
 
     buffer_manager: AttentionBufferManager | None
@@ -74,3 +84,10 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
 
     def _choose_memory(self) -> str:
         return super()._choose_memory() if self.buffer_manager is None else self.buffer_manager.name
+
+    def _profile(self) -> None:
+        manager = self.buffer_manager
+        if manager is None or self.use_pattern_cache or self.enable_memory_pool:
+            super()._profile()
+        if manager is not None and self.enable_profiling:
+            manager.enable_profiling = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -138,10 +140,14 @@ def plan_dilated(
     Passes that need the same scratch share one entry of `cache`.
     """
     scratch_rows = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
-    arguments = (spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
+    build = partial(_build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
     if cache is None:
-        return _build_plan(*arguments)
-    plan: Plan = cache.get_or_build(arguments, partial(_build_plan, *arguments))
+        return build()
+    # The boundaries of many documents would make a key larger than its plan.
+    packing = None if docs is None else blake2b(array("q", docs).tobytes()).digest()
+    plan: Plan = cache.get_or_build(
+        ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes), build
+    )
     return plan
 
 
