@@ -22,6 +22,7 @@ from .cases import Case, Config, PoolCase, TimeCase
 TOLERANCE = 2e-5  # of float32 inputs against float64 results, absolute below 1 and relative above
 REDUCED_LENGTH = 256
 ROWS_PER_CALL = 8
+LONGEST_CHECKED = 65536
 
 
 class WrongAnswerError(Exception):
@@ -88,7 +89,8 @@ def check_case(case: Case) -> float:
             errors.append(rows_error(call, run_call(call)))
     elif isinstance(case, PoolCase):
         manager = AttentionBufferManager()
-        for b, n in sorted(set(case.calls)):
+        # Longer calls have their rows checked where their memory is measured.
+        for b, n in sorted({(b, min(n, LONGEST_CHECKED)) for b, n in case.calls}):
             call = make_call(case.config, b, n, backward=case.backward)
             fresh = run_call(call)
             errors.append(rows_error(call, fresh))

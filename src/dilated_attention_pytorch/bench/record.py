@@ -187,10 +187,10 @@ def _pool_table(results: Iterable[Result]) -> str:
     for result in results:
         milliseconds = _milliseconds(Timing(result.seconds["fresh"]))
         cells = [_pool_cell(figure) for figure in result.figures]
-        peak = _mebibytes(result.counts.get("peak_fresh"))
+        peak = _mebibytes(result.counts.get("peak_extra_fresh"))
         rows.append([result.case.name, milliseconds, *cells[:4], peak, *cells[4:]])
     names = ("pool", "lightweight", "manager")
-    peaks = ["fresh, peak MiB", *(f"peak, {name}" for name in names)]
+    peaks = ["fresh, extra MiB", *(f"peak, {name}" for name in names)]
     return _table(["case", "fresh, ms", *names, "no plan cache", *peaks], rows)
 
 

@@ -39,11 +39,12 @@ def _run_pool(case: PoolCase, repeats: int, error: float, say: Callable[[str], N
     managers: list[AttentionBufferManager] = []
     timings = interleave(pool_candidates(case, managers), repeats)
     seconds = {name: timing.seconds for name, timing in timings.items()}
-    counts, why_not = {}, None
+    counts: dict[str, int] = {}
+    why_not = None
     for memory in ("fresh", "pool", "lightweight", "manager"):
         measured = measure_in_child(case, repeats, memory)
         why_not = why_not or measured.why_not
         if measured.error is not None:
             error = max(error, accept(case.name, measured.error))
-            counts[f"peak_{memory}"] = measured.nbytes["peak_extra"]
+            counts |= {f"{name}_{memory}": nbytes for name, nbytes in measured.nbytes.items()}
     return make_result(case, repeats, error, seconds, counts, why_not)

@@ -1,0 +1,551 @@
+"""Every python snippet of the requirement documents 000, 001 and 004 runs, and its figures move."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from dilated_attention_pytorch.core import (
+    AttentionBufferManager,
+    BufferType,
+    create_attention_buffer_manager,
+    get_global_memory_pool,
+    get_global_pattern_cache,
+    memory_pool,
+    reset_global_memory_pool,
+    reset_global_pattern_cache,
+)
+from dilated_attention_pytorch.core.host_memory import Memory
+
+# As printed, by document and order, but for indentation and spaces at the end of a line.
+SNIPPETS = {
+    "000 lightweight": """
+attention = ImprovedDilatedAttention(
+    enable_memory_pool=True,
+    lightweight_pool=True
+)
+""",
+    "000 buffer_manager": """
+attention = ImprovedDilatedAttentionV2(
+    enable_buffer_manager=True,
+    enable_buffer_reuse=True
+)
+""",
+    "000 preallocate": """
+if hasattr(attention, 'buffer_manager'):
+    attention.buffer_manager.preallocate_buffers(
+        batch_size, seq_len, num_heads, head_dim
+    )
+""",
+    "000 monitor": """
+stats = attention.get_buffer_stats()
+print(f"Cache hit rate: {stats['cache_hit_rate']:.1%}")
+""",
+    "001 ring_cache": """
+from dilated_attention_pytorch.ring_dilated_attention_v2 import RingDilatedAttentionV2
+
+model = RingDilatedAttentionV2(
+    segment_lengths=[2048, 4096, 8192],
+    dilation_rates=[1, 2, 4],
+    use_pattern_cache=True  # Enable pattern caching
+)
+""",
+    "001 global_cache": """
+from dilated_attention_pytorch.core import (
+    get_global_pattern_cache,
+    reset_global_pattern_cache
+)
+
+# Get cache statistics
+cache = get_global_pattern_cache()
+stats = cache.get_stats()
+print(f"Cache hits: {stats['hits']}, misses: {stats['misses']}")
+print(f"Hit rate: {stats['hit_rate']:.1%}")
+
+# Clear cache when needed
+reset_global_pattern_cache()
+""",
+    "001 pool": """
+from dilated_attention_pytorch import DilatedAttention
+
+model = DilatedAttention(
+    segment_lengths=[2048, 4096, 8192],
+    dilation_rates=[1, 2, 4],
+    enable_memory_pool=True  # Enable memory pooling
+)
+""",
+    "001 pool_profiled": """
+from dilated_attention_pytorch import ImprovedDilatedAttention
+
+model = ImprovedDilatedAttention(
+    segment_lengths=[2048, 4096, 8192],
+    dilation_rates=[1, 2, 4],
+    enable_memory_pool=True,
+    enable_profiling=True  # Enable pool profiling
+)
+""",
+    "001 global_pool": """
+from dilated_attention_pytorch.core import (
+    get_global_memory_pool,
+    reset_global_memory_pool
+)
+
+# Get pool statistics
+pool = get_global_memory_pool()
+stats = pool.get_stats()
+print(f"Total allocated: {stats['total_allocated'] / 1024 / 1024:.1f} MB")
+print(f"Peak allocated: {stats['peak_allocated'] / 1024 / 1024:.1f} MB")
+print(f"Allocation count: {stats['allocation_count']}")
+
+# Clear pool when needed
+reset_global_memory_pool()
+""",
+    "001 ring_lightweight": """
+# Use lightweight pool for faster allocation
+model = RingDilatedAttentionV2(
+    segment_lengths=[2048, 4096],
+    dilation_rates=[1, 2],
+    enable_memory_pool=True,
+    lightweight_pool=True  # Faster but less features
+)
+""",
+    "001 ring_combined": """
+from dilated_attention_pytorch.ring_dilated_attention_v3 import RingDilatedAttentionV3
+
+model = RingDilatedAttentionV3(
+    segment_lengths=[2048, 4096, 8192],
+    dilation_rates=[1, 2, 4],
+    use_pattern_cache=True,     # Enable pattern caching
+    enable_memory_pool=True,    # Enable memory pooling
+    cache_on_gpu=True          # Keep patterns on GPU (V3 only)
+)
+""",
+    "001 add_cache": """
+from dilated_attention_pytorch.core import get_global_pattern_cache
+
+class MyAttention(nn.Module):
+    def __init__(self, ..., use_pattern_cache=False):
+        self.use_pattern_cache = use_pattern_cache
+        self._pattern_cache = get_global_pattern_cache() if use_pattern_cache else None
+""",
+    "001 add_pool": """
+from dilated_attention_pytorch.core import get_global_memory_pool
+
+class MyAttention(nn.Module):
+    def __init__(self, ..., enable_memory_pool=False):
+        self.enable_memory_pool = enable_memory_pool
+        self._memory_pool = get_global_memory_pool() if enable_memory_pool else None
+""",
+    "001 profiling": """
+# Enable profiling for both systems
+model = RingDilatedAttentionV3(
+    segment_lengths=[2048, 4096],
+    dilation_rates=[1, 2],
+    use_pattern_cache=True,
+    enable_memory_pool=True,
+    enable_profiling=True  # Enables detailed statistics
+)
+
+# After running some forward passes
+cache_stats = model._pattern_cache.get_stats()
+pool_stats = model._memory_pool.get_stats()
+
+print(f"Cache efficiency: {cache_stats['hit_rate']:.1%}")
+print(f"Memory reuse rate: {pool_stats.get('reuse_rate', 0):.1%}")
+""",
+    "001 debugging": """
+# Enable debug logging
+import logging
+logging.getLogger("dilated_attention_pytorch").setLevel(logging.DEBUG)
+
+# Check optimization status
+print(f"Pattern cache enabled: {model.use_pattern_cache}")
+print(f"Memory pool enabled: {model.enable_memory_pool}")
+print(f"Cache size: {len(model._pattern_cache._cache)}")
+""",
+    "004 basic": """
+from dilated_attention_pytorch.core.attention_buffer_manager import (
+    create_attention_buffer_manager,
+    BufferType
+)
+
+# Create buffer manager
+manager = create_attention_buffer_manager(
+    enable_reuse=True,         # Enable buffer caching
+    enable_preallocation=False, # Pre-allocate common sizes
+    lightweight=True           # Use fast configuration
+)
+
+# Allocate buffers
+query = manager.allocate(BufferType.QUERY, shape=(2, 1024, 8, 64),
+                        dtype=torch.float32, device="cuda")
+key = manager.allocate(BufferType.KEY, shape=(2, 1024, 8, 64))
+value = manager.allocate(BufferType.VALUE, shape=(2, 1024, 8, 64))
+
+# Use buffers...
+
+# Return for reuse
+manager.deallocate(query, BufferType.QUERY)
+manager.deallocate(key, BufferType.KEY)
+manager.deallocate(value, BufferType.VALUE)
+
+# Next allocation will reuse cached buffers
+query2 = manager.allocate(BufferType.QUERY, shape=(2, 1024, 8, 64))
+# This reuses the previously deallocated buffer!
+""",
+    "004 attention": """
+from dilated_attention_pytorch.improved_dilated_attention_v2 import (
+    ImprovedDilatedAttentionV2
+)
+
+# Attention module with integrated buffer management
+attention = ImprovedDilatedAttentionV2(
+    segment_lengths=[256, 512, 1024],
+    dilation_rates=[1, 2, 4],
+    enable_buffer_manager=True,
+    enable_buffer_reuse=True,
+    enable_preallocation=False  # Optional
+)
+
+# Forward pass automatically uses optimized allocation
+output = attention(query, key, value)
+
+# Check buffer statistics
+stats = attention.get_buffer_stats()
+print(f"Cache hits: {stats['cache_hits']}")
+print(f"Cache hit rate: {stats['cache_hit_rate']:.2%}")
+""",
+    "004 custom_config": """
+from dilated_attention_pytorch.core.attention_buffer_manager import (
+    AttentionBufferManager,
+    BufferConfig,
+    BufferType
+)
+
+# Define custom configuration for a buffer type
+custom_configs = {
+    BufferType.SCORES: BufferConfig(
+        typical_size_mb=16.0,      # Expected size
+        reuse_frequency="high",    # Cache aggressively
+        lifetime="iteration",      # Lives for one iteration
+        prefer_bucketed=False,     # Too large for buckets
+        prefer_numa=True,          # Use NUMA for large tensors
+        zero_init=False,          # Don't waste time zeroing
+    )
+}
+
+manager = AttentionBufferManager(
+    custom_configs=custom_configs,
+    enable_reuse=True
+)
+""",
+    "004 reuse": """
+# Good for training loops
+manager = create_attention_buffer_manager(enable_reuse=True)
+""",
+    "004 fast": """
+# Faster allocation with less tracking
+manager = create_attention_buffer_manager(lightweight=True)
+""",
+    "004 preallocate": """
+# Pre-allocate common sizes
+manager.preallocate_buffers(
+    batch_size=2,
+    seq_len=1024,
+    num_heads=8,
+    head_dim=64
+)
+""",
+    "004 clear": """
+# Clear caches to free memory
+manager.clear_cache()  # Clear all
+manager.clear_cache(BufferType.TEMP)  # Clear specific type
+""",
+}
+# The documents' snippets that need the ring, by the class they name. "001 profiling" names one too, but is
+# about statistics: it runs with ImprovedDilatedAttention under that name.
+LEFT_OUT = {
+    "001 ring_cache": "RingDilatedAttentionV2",
+    "001 ring_lightweight": "RingDilatedAttentionV2",
+    "001 ring_combined": "RingDilatedAttentionV3",
+}
+ENVIRONMENT = """
+# Set maximum cache size (default: 1000 patterns)
+export PATTERN_CACHE_MAX_SIZE=2000
+
+# Enable cache profiling
+export PATTERN_CACHE_ENABLE_PROFILING=1
+"""
+DIALECT = {
+    '"cuda"': '"cpu"',
+    "self, ..., ": "self, *, ",  # the class sketches leave out their other parameters
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone_on_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
+    for name in ("PATTERN_CACHE_MAX_SIZE", "PATTERN_CACHE_ENABLE_PROFILING"):
+        monkeypatch.delenv(name, raising=False)
+    logger = logging.getLogger("dilated_attention_pytorch")
+    level = logger.level
+    reset_global_pattern_cache()
+    reset_global_memory_pool()
+    yield
+    logger.setLevel(level)
+    monkeypatch.undo()
+    reset_global_pattern_cache()
+    reset_global_memory_pool()
+    get_global_memory_pool().enable_profiling = False
+
+
+def names() -> dict[str, Any]:
+    """What the snippets take for granted; short sequences under the long segments."""
+    query, key, value = (torch.randn(1, 320, 4, 8) for _ in range(3))
+    sizes = {"batch_size": 2, "seq_len": 64, "num_heads": 4, "head_dim": 8}
+    tensors = {"query": query, "key": key, "value": value}
+    imported = (
+        ImprovedDilatedAttention,
+        ImprovedDilatedAttentionV2,
+        BufferType,
+        create_attention_buffer_manager,
+    )
+    known = {each.__name__: each for each in imported}
+    return {"torch": torch, "nn": nn, **known, **tensors, **sizes}
+
+
+def run(snippet: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    for printed, here in DIALECT.items():
+        snippet = snippet.replace(printed, here)
+    exec(compile(snippet, "snippet", "exec"), namespace)
+    return namespace
+
+
+def attend(model: nn.Module, namespace: dict[str, Any]) -> Tensor:
+    out: Tensor = model(namespace["query"], namespace["key"], namespace["value"])
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in SNIPPETS if name not in LEFT_OUT])
+def test_runs_as_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    attention = ImprovedDilatedAttentionV2([256, 512], [1, 2], enable_memory_pool=True)
+    own = {
+        "attention": attention,
+        "model": attention,
+        "manager": attention.buffer_manager,
+        "RingDilatedAttentionV3": ImprovedDilatedAttention,
+    }
+    run(SNIPPETS[name], {**names(), **own})
+    assert len(capsys.readouterr().out.splitlines()) == SNIPPETS[name].count("print(")
+
+
+def test_only_what_needs_the_ring_is_left_out() -> None:
+    named = {name: found[0] for name, text in SNIPPETS.items() if (found := re.findall(r"Ring\w+V\d", text))}
+    assert named.pop("001 profiling") == "RingDilatedAttentionV3"
+    assert named == LEFT_OUT
+    assert [sum(name.startswith(document) for name in SNIPPETS) for document in ("000", "001", "004")] == [
+        4,
+        11,
+        7,
+    ]
+    for version in ("v2", "v3"):
+        there = find_spec(f"dilated_attention_pytorch.ring_dilated_attention_{version}")
+        assert there is None, "the ring exists: its snippets can run"
+
+
+def test_report_lightweight_pool() -> None:
+    found = run(SNIPPETS["000 lightweight"], names())
+    before = get_global_memory_pool().get_stats()
+    for _ in range(2):
+        attend(found["attention"], found)
+    after = get_global_memory_pool().get_stats()
+    assert isinstance(found["attention"], ImprovedDilatedAttention)
+    assert after["allocation_count"] > before["allocation_count"]
+    assert after["reuse_count"] > before["reuse_count"]
+
+
+def test_report_buffer_manager_preallocated_and_monitored(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(SNIPPETS["000 buffer_manager"], names())
+    attention = found["attention"]
+    attention.cleanup_buffers()
+    before = attention.get_buffer_stats()
+    run(SNIPPETS["000 preallocate"], found)
+    ready = attention.get_buffer_stats()
+    assert ready["cached_buffers"] - before["cached_buffers"] == 4
+    shape = [found[name] for name in ("batch_size", "seq_len", "num_heads", "head_dim")]
+    attention.buffer_manager.allocate(BufferType.QUERY, shape)
+    assert attention.get_buffer_stats()["cache_hits"] == ready["cache_hits"] + 1
+    rates = []
+    for _ in range(3):
+        attend(attention, found)
+        stats = run(SNIPPETS["000 monitor"], found)["stats"]
+        assert capsys.readouterr().out == f"Cache hit rate: {stats['cache_hit_rate']:.1%}\n"
+        rates.append(stats["cache_hit_rate"])
+    assert rates == sorted(rates)
+    assert rates[-1] > rates[0]
+
+
+def test_guide_global_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    found = names()
+    model = DilatedAttention([256, 512], [1, 2])
+    for calls in (1, 4):
+        for _ in range(calls):
+            attend(model, found)
+        run(SNIPPETS["001 global_cache"], found)
+        assert capsys.readouterr().out.splitlines() == [
+            f"Cache hits: {calls - 1}, misses: 1",
+            f"Hit rate: {(calls - 1) / calls:.1%}",
+        ]
+        emptied = get_global_pattern_cache().get_stats()
+        assert emptied["hits"] == emptied["misses"] == emptied["size"] == 0
+
+
+def test_guide_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_global_pattern_cache().get_stats()["max_size"] == 1000
+    for name, value in re.findall(r"^export (\w+)=(\w+)$", ENVIRONMENT, re.MULTILINE):
+        monkeypatch.setenv(name, value)
+    reset_global_pattern_cache()
+    stats = get_global_pattern_cache().get_stats()
+    assert stats["max_size"] == 2000
+    assert stats["build_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["001 pool", "001 pool_profiled"])
+def test_guide_memory_pool(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(SNIPPETS[name], names())
+    model = found["model"]
+    assert type(model) is {"001 pool": DilatedAttention}.get(name, ImprovedDilatedAttention)
+    attend(model, found)
+    first = model._memory_pool.get_stats()
+    attend(model, found)
+    second = run(SNIPPETS["001 global_pool"], found)["stats"]
+    assert second["allocation_count"] == 2 * first["allocation_count"] > 0
+    assert second["total_allocated"] == first["total_allocated"] > 0
+    assert second["peak_allocated"] >= second["total_allocated"]
+    assert ("types" in second) == (name == "001 pool_profiled")
+    assert capsys.readouterr().out.splitlines() == [
+        f"Total allocated: {second['total_allocated'] / 1024 / 1024:.1f} MB",
+        f"Peak allocated: {second['peak_allocated'] / 1024 / 1024:.1f} MB",
+        f"Allocation count: {second['allocation_count']}",
+    ]
+    emptied = get_global_memory_pool().get_stats()
+    assert emptied["total_allocated"] == emptied["peak_allocated"] == emptied["allocation_count"] == 0
+
+
+def test_guide_adding_support() -> None:
+    sketch = run(SNIPPETS["001 add_cache"], names())["MyAttention"]
+    assert sketch()._pattern_cache is None
+    cache = sketch(use_pattern_cache=True)._pattern_cache
+    assert cache is get_global_pattern_cache()
+    for _ in range(2):
+        cache.get_or_build("mine", lambda: 3)
+    assert (cache.get_stats()["hits"], cache.get_stats()["misses"]) == (1, 1)
+
+    sketch = run(SNIPPETS["001 add_pool"], names())["MyAttention"]
+    assert sketch()._memory_pool is None
+    pool = sketch(enable_memory_pool=True)._memory_pool
+    assert pool is get_global_memory_pool()
+    for _ in range(2):
+        pool.deallocate(pool.allocate((4, 4)))
+    assert (pool.get_stats()["allocation_count"], pool.get_stats()["reuse_count"]) == (2, 1)
+
+
+@pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttention])
+def test_guide_profiling(cls: type[DilatedAttention], capsys: pytest.CaptureFixture[str]) -> None:
+    head, passes, tail = SNIPPETS["001 profiling"].partition("# After running some forward passes")
+    found = run(head, {**names(), "RingDilatedAttentionV3": cls})  # in place of the ring
+    for _ in range(4):
+        attend(found["model"], found)
+    run(passes + tail, found)
+    assert (found["cache_stats"]["hits"], found["cache_stats"]["misses"]) == (3, 1)
+    assert "build_seconds" in found["cache_stats"]
+    assert "types" in found["pool_stats"]
+    assert found["pool_stats"]["reuse_rate"] >= 0.75
+    efficiency, reuse = capsys.readouterr().out.splitlines()
+    assert efficiency == "Cache efficiency: 75.0%"
+    assert reuse == f"Memory reuse rate: {found['pool_stats']['reuse_rate']:.1%}"
+
+
+@pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttention])
+def test_guide_debugging(cls: type[DilatedAttention], capsys: pytest.CaptureFixture[str]) -> None:
+    found = {**names(), "model": cls([256, 512], [1, 2], enable_memory_pool=True)}  # in place of the ring
+    for size in (0, 1):
+        run(SNIPPETS["001 debugging"], found)
+        assert capsys.readouterr().out.splitlines() == [
+            "Pattern cache enabled: True",
+            "Memory pool enabled: True",
+            f"Cache size: {size}",
+        ]
+        attend(found["model"], found)
+    assert logging.getLogger("dilated_attention_pytorch").level == logging.DEBUG
+
+
+def test_manager_guide_basic_usage() -> None:
+    head, returning, tail = SNIPPETS["004 basic"].partition("# Return for reuse")
+    found = run(head, names())
+    assert found["query"].shape == found["key"].shape == found["value"].shape == (2, 1024, 8, 64)
+    address = found["query"].data_ptr()
+    assert found["manager"].get_stats()["cache_misses"] == 3
+    run(returning + tail, found)
+    stats = found["manager"].get_stats()
+    assert found["query2"].data_ptr() == address
+    assert (stats["cache_hits"], stats["cache_misses"], stats["cache_hit_rate"]) == (1, 3, 0.25)
+    assert (stats["deallocations"], stats["cached_buffers"]) == (3, 2)
+    assert stats["cached_bytes"] == 2 * found["query2"].nbytes
+    assert stats["buffer_types"]["query"]["cache_hits"] == 1
+
+
+def test_manager_guide_attention_module(capsys: pytest.CaptureFixture[str]) -> None:
+    making, passing, tail = SNIPPETS["004 attention"].partition("# Forward pass")
+    found = run(making, names())
+    attention = found["attention"]
+    hits = []
+    for _ in range(3):
+        run(passing + tail, found)
+        stats = attention.get_buffer_stats()
+        assert capsys.readouterr().out.splitlines() == [
+            f"Cache hits: {stats['cache_hits']}",
+            f"Cache hit rate: {stats['cache_hit_rate']:.2%}",
+        ]
+        hits.append(stats["cache_hits"])
+    assert hits[0] < hits[1] < hits[2]
+    plain = DilatedAttention([256, 512, 1024], [1, 2, 4])
+    assert torch.equal(found["output"], attend(plain, found))
+
+
+def test_manager_guide_custom_configuration() -> None:
+    manager = run(SNIPPETS["004 custom_config"], names())["manager"]
+    config = manager.configs[BufferType.SCORES]
+    assert (config.typical_size_mb, config.reuse_frequency, config.lifetime) == (16.0, "high", "iteration")
+    assert (config.prefer_bucketed, config.prefer_numa, config.zero_init) == (False, True, False)
+    assert manager.capacity(BufferType.SCORES) == 10
+    for _ in range(2):
+        manager.deallocate(manager.allocate(BufferType.SCORES, (8, 64, 64)), BufferType.SCORES)
+    assert manager.get_stats()["cache_hit_rate"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["004 reuse", "004 fast"])
+def test_manager_guide_best_practices(name: str) -> None:
+    found = run(SNIPPETS[name], names())
+    manager: AttentionBufferManager = found["manager"]
+    assert (manager.enable_reuse, manager.lightweight) == (True, name == "004 fast")
+    run(SNIPPETS["004 preallocate"], found)
+    assert manager.get_stats()["cached_buffers"] == 4
+    query = manager.allocate(BufferType.QUERY, (2, 1024, 8, 64))
+    temp = manager.allocate(BufferType.TEMP, (16,))
+    assert (manager.get_stats()["cache_hits"], manager.get_stats()["cache_misses"]) == (1, 1)
+    manager.deallocate(query, BufferType.QUERY)
+    manager.deallocate(temp, BufferType.TEMP)
+    clear_all, _, clear_type = SNIPPETS["004 clear"].strip().rpartition("\n")
+    run(clear_type, found)
+    assert manager.get_stats()["cached_buffers"] == 4
+    run(clear_all, found)
+    assert manager.get_stats()["cached_bytes"] == 0
