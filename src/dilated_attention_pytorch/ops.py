@@ -14,8 +14,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import engine
 from .core.host_memory import describe_bytes, is_out_of_memory
-from .core.memory_pool import out_of_memory, release_idle_memory
 from .core.pattern_cache import get_global_pattern_cache
+from .core.relief import out_of_memory, release_idle_memory
 from .core.sources import find_source
 from .core.workspace import Workspace
 from .kernels import Request, choose_kernel

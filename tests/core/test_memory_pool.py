@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from dilated_attention_pytorch.core import memory_pool
+from dilated_attention_pytorch.core import blocks as blocks_module
+from dilated_attention_pytorch.core import memory_pool, relief
 from dilated_attention_pytorch.core.host_memory import Memory
 from dilated_attention_pytorch.core.memory_pool import (
     CHECK_SECONDS,
@@ -35,9 +36,9 @@ from dilated_attention_pytorch.core.memory_pool import (
     SMALLEST,
     MemoryPool,
     get_global_memory_pool,
-    release_idle_memory,
     reset_global_memory_pool,
 )
+from dilated_attention_pytorch.core.relief import release_idle_memory
 from dilated_attention_pytorch.core.workspace import Workspace
 from dilated_attention_pytorch.modules import DilatedAttention
 
@@ -56,10 +57,10 @@ def check_consistent(pool: MemoryPool) -> dict[str, Any]:
     assert stats["total_allocated"] == stats["in_use_bytes"] + stats["cached_bytes"]
     assert stats["peak_allocated"] >= stats["total_allocated"] - scratch
     assert {id(block) for block in blocks} == {
-        id(b) for each in pool._buckets.values() for b in each.values()
+        id(b) for each in pool._blocks.buckets.values() for b in each.values()
     }
-    assert all(key == (b.tag, b.nbytes) for key, each in pool._buckets.items() for b in each.values())
-    assert all(pool._buckets.values())
+    assert all(key == (b.tag, b.nbytes) for key, each in pool._blocks.buckets.items() for b in each.values())
+    assert all(pool._blocks.buckets.values())
     assert not pool._reserved
     return stats
 
@@ -452,13 +453,13 @@ def test_default_device_does_not_move_buffers() -> None:
 
 def test_size_classes_waste_at_most_a_quarter() -> None:
     for nbytes in (*range(3000), *(2**k + i for k in range(12, 40) for i in (-1, 0, 1, 7))):
-        size = memory_pool._size_class(nbytes)
+        size = blocks_module.size_class(nbytes)
         assert size >= nbytes
         assert size % SMALLEST == 0
         assert size <= max(1.25 * nbytes, nbytes + SMALLEST)
         assert nbytes <= 2 * KIB or size <= 1.25 * nbytes
-        assert memory_pool._size_class(size) == size
-    classes = {memory_pool._size_class(n) for n in range(2**20 + 1, 2**21 + 1, 4096)}
+        assert blocks_module.size_class(size) == size
+    classes = {blocks_module.size_class(n) for n in range(2**20 + 1, 2**21 + 1, 4096)}
     assert len(classes) == 4
 
 
@@ -721,7 +722,7 @@ def test_relief_lets_an_allocation_pass(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pools_may_be_made_while_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_pool.gc, "collect", lambda: 0)  # slow, and not what this is about
+    monkeypatch.setattr(relief.gc, "collect", lambda: 0)  # slow, and not what this is about
 
     def work(i: int) -> None:
         made = []
@@ -1297,7 +1298,7 @@ def test_threads_share_a_pool() -> None:
     assert not pool._loose
     assert pool.clear() == stats["cached_bytes"]
     assert not pool._blocks
-    assert not pool._buckets
+    assert not pool._blocks.buckets
 
 
 def test_threads_and_resets_leave_a_consistent_pool() -> None:
@@ -1360,7 +1361,7 @@ def test_fork_starts_clean(global_pool: MemoryPool) -> None:
         get_global_memory_pool().allocate((4,))
         sender.send((stats, own.tolist(), kept.tolist(), refusal(pool, kept), check_consistent(pool)))
 
-    with pool.workspace(CPU), locked_elsewhere(pool._lock, memory_pool._GLOBAL_LOCK, memory_pool._POOLS_LOCK):
+    with pool.workspace(CPU), locked_elsewhere(pool._lock, memory_pool._GLOBAL_LOCK, relief.POOLS_LOCK):
         process = context.Process(target=child)
         process.start()
         assert receiver.poll(60), "the child hangs"

@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from .blocks import Fit, check_shape
 from .host_memory import describe_bytes, numa_nodes
-from .memory_pool import RESULT_BYTES, Fit, MemoryPool, check_shape, get_global_memory_pool
+from .memory_pool import RESULT_BYTES, MemoryPool, get_global_memory_pool
 from .workspace import Workspace
 
 MIB = 2**20
@@ -198,17 +199,20 @@ class AttentionBufferManager:
         start = time.perf_counter() if self._is_timed else 0.0
         buffer_type = check_buffer_type(buffer_type)
         config, device = self.configs[buffer_type], normal_device(device)
-        if self._is_cold:
-            self._is_cold = False
-            self.preallocate_buffers()
+        self._warm_up()
         zeros = config.zero_init if zero_init is None else zero_init
         buffer = self._lend(buffer_type, shape, dtype, device, zeros)
-        if self.enable_preallocation and not self.lightweight:
-            self._learn((buffer_type, tuple(buffer.shape), dtype, device))
+        self._learn((buffer_type, tuple(buffer.shape), dtype, device))
         if start:
             with self._lock:
                 self._figures[buffer_type].seconds += time.perf_counter() - start
         return buffer
+
+    def _warm_up(self) -> None:
+        """Allocates what recurs ahead of the first request after the cache was cleared."""
+        if self._is_cold:
+            self._is_cold = False
+            self.preallocate_buffers()
 
     def deallocate(self, buffer: Tensor, buffer_type: BufferType | str) -> None:
         """Returns a buffer for reuse. The tensor is empty afterwards; views of it delay the reuse."""
@@ -282,9 +286,10 @@ class AttentionBufferManager:
         else:
             named = list(BufferType) if buffer_type is None else [check_buffer_type(buffer_type)]
             ended = lifetimes if lifetime is None else lifetimes[: lifetimes.index(lifetime) + 1]
-            for each in named:
-                if self.configs[each].lifetime in ended:
-                    self.pool.clear(each.value)
+            for tag in self.pool.idle_buffers():
+                each = _slot_type(tag)
+                if each in named and self.configs[each].lifetime in ended:
+                    self.pool.clear(tag)
         self._is_cold = self.enable_preallocation and not self.lightweight
 
     @contextmanager
@@ -295,6 +300,7 @@ class AttentionBufferManager:
             yield workspace
             self._count_workspace(workspace)
             return
+        self._warm_up()
         with self.pool.workspace(device, lightweight=self.lightweight, make_result=self._result) as workspace:
             yield workspace
             self._count_workspace(workspace)  # before another call may have it
@@ -311,6 +317,7 @@ class AttentionBufferManager:
     def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if not RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.pool.budget:
             return torch.empty(shape, dtype=dtype, device=device)
+        self._learn((BufferType.OUTPUT, tuple(shape), dtype, device))
         return self._lend(BufferType.OUTPUT, shape, dtype, device, zeros=False, strategy="direct")
 
     def get_stats(self) -> dict[str, Any]:
@@ -456,6 +463,8 @@ class AttentionBufferManager:
         return habits
 
     def _learn(self, request: Request) -> None:
+        if not self.enable_preallocation or self.lightweight:
+            return
         with self._lock:
             if request in self._shapes or len(self._shapes) < MAX_SHAPES:
                 self._shapes[request] += 1

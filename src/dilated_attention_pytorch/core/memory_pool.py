@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
-import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .host_memory import asked_bytes, describe_bytes, device_memory, host_memory, is_out_of_memory, numa_nodes
+from . import relief
+from .blocks import SMALLEST, Block, Blocks, Placement, check_shape, needed_bytes, size_class, tensor_in
+from .host_memory import describe_bytes, host_memory, numa_nodes
+from .relief import with_relief
 from .workspace import MakeResult, Workspace, fill_if_deterministic
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
-SMALLEST = 512  # bytes of the smallest size class
 # The C library keeps what is freed below 32 MiB for the next caller; larger buffers start as fresh pages.
 RESULT_BYTES = 32 * 2**20
 LEAST_BUDGET = 64 * 2**20
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
-
-Fit = Literal["class", "best", "exact"]
-
-
-@dataclass(eq=False)
-class _Block:
-    """Host memory of the pool. Whether anyone uses it is asked of torch each time, never remembered."""
-
-    storage: torch.UntypedStorage
-    tag: str
-    nbytes: int
-    requested: int = 0
-    returned: bool = False
-
-    def __post_init__(self) -> None:
-        self.cdata, self.address = self.storage._cdata, self.storage.data_ptr()
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing but the pool holds the storage: no tensor, view or graph, no Python storage object."""
-        # Asked twice of Python: between the questions another thread may turn a tensor into its storage.
-        return (
-            self.references == _ALONE
-            and torch._C._storage_Use_Count(self.cdata) == 1
-            and self.references == _ALONE
-        )
-
-    @property
-    def references(self) -> int:
-        """From Python: `tensor.untyped_storage()` gives out this very object, which torch counts once."""
-        return sys.getrefcount(self.storage)
-
-    @property
-    def is_sound(self) -> bool:
-        """Still the memory that was made: a user may have resized it or moved it to other processes."""
-        same = self.storage.nbytes() == self.nbytes and self.storage.data_ptr() == self.address
-        return same and not self.storage.is_shared()
-
-
-_ALONE = _Block(torch.empty(0, device="cpu").untyped_storage(), "", 0).references
 
 
 class MemoryPool:
@@ -95,14 +53,11 @@ class MemoryPool:
         self.max_bytes, self.enable_profiling = max_bytes, enable_profiling
         self._lock = threading.RLock()
         self._start_clean()
-        with _POOLS_LOCK:
-            _POOLS.add(self)
+        with relief.POOLS_LOCK:
+            relief.POOLS.add(self)
 
     def _start_clean(self) -> None:
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # least recently used first
-        # By tag and size; what was returned last stands last, and is so found first.
-        self._buckets: dict[tuple[str, int], OrderedDict[int, _Block]] = {}
-        self._block_bytes = 0
+        self._blocks = Blocks()
         self._idle: list[Workspace] = []  # most recently used last
         self._lent: dict[int, Workspace] = {}
         # Tensors that the pool made but does not hold, so that they too can be returned.
@@ -122,38 +77,17 @@ class MemoryPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         *,
-        tag: str = "buffer",
-        fit: Fit = "class",
         zero_init: bool = False,
-        pinned: bool = False,
-        alignment: int | None = None,
-        numa: bool = False,
+        **placement: Any,
     ) -> Tensor:
-        """A contiguous tensor, uninitialised unless `zero_init`.
-
-        It may be returned with `deallocate` or simply dropped. Memory last used under the same `tag` serves
-        again: "class" takes it from the size class (at most a quarter larger), "best" the smallest that fits
-        up to twice the size, "exact" only the very size.
+        """A contiguous tensor, uninitialised unless `zero_init`; to be returned with `deallocate` or dropped.
 
         Args:
-            pinned: page-locked, where the machine has a device to copy to; ordinary memory elsewhere.
-            alignment: of the first element in bytes, a power of two.
-            numa: fresh memory is first touched by all threads of torch at once, which spreads it over the
-                nodes that compute with it; nothing on a host with one node.
+            placement: `tag`, `fit`, `pinned`, `alignment` and `numa`, as in `Placement`.
 
         Raises ValueError for a buffer larger than the whole budget, torch.OutOfMemoryError without memory.
         """
-        return self.lend(
-            shape,
-            dtype,
-            device,
-            tag=tag,
-            fit=fit,
-            zero_init=zero_init,
-            pinned=pinned,
-            alignment=alignment,
-            numa=numa,
-        )[0]
+        return self.lend(shape, dtype, device, zero_init=zero_init, **placement)[0]
 
     def lend(
         self,
@@ -161,34 +95,22 @@ class MemoryPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         *,
-        tag: str = "buffer",
-        fit: Fit = "class",
         zero_init: bool = False,
-        pinned: bool = False,
-        alignment: int | None = None,
-        numa: bool = False,
+        **placement: Any,
     ) -> tuple[Tensor, bool]:
         """As `allocate`, and whether the memory had been used before."""
-        shape, device = check_shape(shape), torch.device(device)
+        shape, device, place = check_shape(shape), torch.device(device), Placement(**placement)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if fit not in ("class", "best", "exact"):
-            raise ValueError(f"fit must be 'class', 'best' or 'exact', got {fit!r}")
-        if alignment is not None:
-            if isinstance(alignment, bool) or not isinstance(alignment, int):
-                raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
-            if alignment < 1 or alignment & (alignment - 1):
-                raise ValueError(f"alignment must be a power of two, got {alignment}")
-        if device.type != "cpu" or (pinned and torch.accelerator.is_available()):
-            pinned = pinned and device.type == "cpu"
-            buffer, reused = self._unpooled(shape, dtype, device, alignment, pinned), False
+        if device.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
+            buffer, reused = self._unpooled(shape, dtype, device, place), False
         else:
-            needed = _needed(shape, dtype, alignment)
+            needed = needed_bytes(shape, dtype, place.alignment)
             if needed > self._limit():
                 raise ValueError(
                     f"a buffer of {needed} bytes does not fit the pool's budget of {self._budget} bytes"
                 )
-            buffer, reused = self._pooled(shape, dtype, tag, fit, alignment, numa)
+            buffer, reused = self._pooled(shape, dtype, place)
         return (buffer.zero_() if zero_init else buffer), reused
 
     def deallocate(self, buffer: Tensor) -> None:
@@ -196,11 +118,9 @@ class MemoryPool:
         if not isinstance(buffer, Tensor):
             raise TypeError(f"buffer must be a tensor, got {type(buffer).__name__}")
         with self._lock:
-            block = self._block_of(buffer)
+            block = self._blocks.holding(buffer)
             if block is not None and not block.returned:
-                block.returned = True
-                self._blocks.move_to_end(block.cdata)
-                self._buckets[block.tag, block.nbytes].move_to_end(block.cdata)
+                self._blocks.touch(block, returned=True, requested=block.requested)
                 if not block.is_sound:
                     self._drop(block)
             elif block is not None or self._loose.pop(id(buffer), None) is None:
@@ -217,7 +137,7 @@ class MemoryPool:
     def tag_of(self, buffer: Tensor) -> str | None:
         """The tag under which a buffer on loan was allocated; None if the pool does not hold it."""
         with self._lock:
-            block = self._block_of(buffer)
+            block = self._blocks.holding(buffer)
             return block.tag if block is not None and not block.returned else None
 
     # Workspaces
@@ -261,13 +181,15 @@ class MemoryPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < RESULT_BYTES or nbytes > self._limit():
             return torch.empty(shape, dtype=dtype, device=device)
-        return self._pooled(shape, dtype, "output", "exact", None, numa=False)[0]
+        return self._pooled(shape, dtype, _RESULT)[0]
 
     # Cleaning up
 
     def clear(self, tag: str | None = None) -> int:
-        """Frees everything idle (of one tag, if given) and returns how many bytes that were."""
-        return self._evict(-1) if tag is None else self.trim(tag, 0)  # -1: empty buffers too
+        """Frees everything idle (of one tag or slot, if given) and returns how many bytes that were."""
+        if tag is None:
+            return self._evict(-1)  # not 0: empty buffers too
+        return self.trim(tag, 0) + self._clear_slots(tag)
 
     def trim(self, tag: str, keep: int) -> int:
         """Frees the least recently used idle buffers of a tag beyond `keep`; returns the bytes freed."""
@@ -278,22 +200,28 @@ class MemoryPool:
                 self._drop(block)
             return sum(block.nbytes for block in surplus)
 
+    def _clear_slots(self, name: str) -> int:
+        """Frees scratch of idle workspaces by the name of its slot."""
+        freed = 0
+        with self._lock:
+            for workspace in self._idle:
+                for slot in [slot for slot in workspace.buffers if slot[0] == name]:
+                    freed += workspace.buffers.pop(slot).nbytes
+                    self._counts["evictions"] += 1
+        return freed
+
     def cleanup(self, *, aggressive: bool = False) -> int:
         """Frees what is idle if memory is scarce, or in any case if `aggressive`; returns the bytes freed.
 
-        `aggressive` also runs Python's garbage collector and empties torch's caches of device memory.
+        `aggressive` does so in all pools, collects Python's garbage and empties torch's caches of devices.
         """
-        if not aggressive:
-            with self._lock:
-                before = self._held()
-                self._checked = -math.inf
-                self._evict(self._limit())
-                return before - self._held()
-        gc.collect()
-        freed = self.clear()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
-        return freed
+        with self._lock:
+            before = self._held()
+            self._checked = -math.inf
+            self._evict(self._limit())
+        if aggressive:
+            relief.release_idle_memory()
+        return before - self._held()
 
     def reset(self) -> None:
         """Forgets everything, statistics too. Buffers on loan stay valid, but are the pool's no longer."""
@@ -374,31 +302,20 @@ class MemoryPool:
 
     # Inside, with the lock held unless a docstring says otherwise
 
-    def _pooled(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        tag: str,
-        fit: Fit,
-        alignment: int | None,
-        numa: bool,
-    ) -> tuple[Tensor, bool]:
+    def _pooled(self, shape: tuple[int, ...], dtype: torch.dtype, place: Placement) -> tuple[Tensor, bool]:
         """A tensor in a block that fits it, and if that was reused. Takes the lock itself."""
-        nbytes, needed = math.prod(shape) * dtype.itemsize, _needed(shape, dtype, alignment)
+        nbytes, needed = math.prod(shape) * dtype.itemsize, needed_bytes(shape, dtype, place.alignment)
         token = object()
         with self._lock:
             limit = self._limit()
-            size = needed if fit == "exact" else _size_class(needed)
+            size = needed if place.fit == "exact" else size_class(needed)
             size = size if size <= limit else needed
-            block = self._find(needed, tag) if fit == "best" else self._newest(tag, size)
+            block = self._blocks.find(needed, size, place)
+            self._count(place.tag, nbytes, reused=block is not None)
             if block is not None:
-                block.returned, block.requested = False, nbytes
-                self._blocks.move_to_end(block.cdata)
-                self._buckets[tag, block.nbytes].move_to_end(block.cdata, last=False)
-                self._count(tag, nbytes, reused=True)
-                buffer = _tensor_in(block.storage, shape, dtype, alignment)
+                self._blocks.touch(block, returned=False, requested=nbytes)
+                buffer = tensor_in(block.storage, shape, dtype, place.alignment)
             else:
-                self._count(tag, nbytes, reused=False)
                 self._evict(limit - size)
                 has_room = self._held() + size <= limit
                 if has_room:
@@ -406,55 +323,38 @@ class MemoryPool:
         if block is not None:
             return fill_if_deterministic(buffer), True
         if not has_room:
-            return self._unpooled(shape, dtype, torch.device("cpu"), alignment, counted=True), False
+            return self._unpooled(shape, dtype, torch.device("cpu"), place, counted=True), False
         storage = None
         try:
-            storage = _fresh(size, spread=numa and numa_nodes() > 1)
+            storage = _fresh(size, spread=place.numa and numa_nodes() > 1)
         finally:
             with self._lock:
                 was_reset = self._reserved.pop(token, None) is None
                 if storage is not None:
-                    buffer = _tensor_in(storage, shape, dtype, alignment)
+                    buffer = tensor_in(storage, shape, dtype, place.alignment)
                 if storage is not None and not was_reset:
-                    block = _Block(storage, tag, size, nbytes)
-                    self._blocks[block.cdata] = block
-                    self._buckets.setdefault((tag, size), OrderedDict())[block.cdata] = block
-                    self._block_bytes += size
+                    self._blocks.add(Block(storage, place.tag, size, nbytes))
                     self._note_peak()
         return buffer, False
-
-    def _find(self, needed: int, tag: str) -> _Block | None:
-        """The smallest idle block that fits, up to twice what is needed or the size class."""
-        most = max(2 * needed, _size_class(needed))
-        sizes = sorted(size for name, size in self._buckets if name == tag and needed <= size <= most)
-        return next(filter(None, (self._newest(tag, size) for size in sizes)), None)
-
-    def _newest(self, tag: str, size: int) -> _Block | None:
-        """The idle block of the very size that was returned last."""
-        for block in list(reversed(self._buckets.get((tag, size), {}).values())):
-            if block.is_idle:
-                if block.is_sound:
-                    return block
-                self._drop(block)
-        return None
 
     def _unpooled(
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        alignment: int | None = None,
-        pinned: bool = False,
+        place: Placement,
         counted: bool = False,
     ) -> Tensor:
         """Memory that torch's own allocators look after. Takes the lock itself."""
-        sizes = shape if alignment is None else (-(-_needed(shape, dtype, alignment) // dtype.itemsize),)
+        pinned = place.pinned and device.type == "cpu" and torch.accelerator.is_available()
+        numel = -(-needed_bytes(shape, dtype, place.alignment) // dtype.itemsize)
+        sizes = shape if place.alignment is None else (numel,)
         with self._device_scope(device):
-            buffer = _with_relief(
+            buffer = with_relief(
                 lambda: torch.empty(sizes, dtype=dtype, device=device, pin_memory=pinned), device
             )
-        if alignment is not None:
-            buffer = _tensor_in(buffer.untyped_storage(), shape, dtype, alignment)
+        if place.alignment is not None:
+            buffer = tensor_in(buffer.untyped_storage(), shape, dtype, place.alignment)
         key, loose = id(buffer), self._loose
         with self._lock:
             loose[key] = weakref.ref(buffer, lambda _: loose.pop(key, None))
@@ -474,14 +374,9 @@ class MemoryPool:
         scope: AbstractContextManager[object] = torch.cuda.use_mem_pool(pool, device=device)
         return scope
 
-    def _block_of(self, buffer: Tensor) -> _Block | None:
-        if buffer.layout != torch.strided or buffer.device.type != "cpu":
-            return None
-        return self._blocks.get(buffer.untyped_storage()._cdata)
-
     def _held(self) -> int:
         workspaces = sum(workspace.nbytes for workspace in (*self._idle, *self._lent.values()))
-        return self._block_bytes + workspaces + sum(self._reserved.values())
+        return self._blocks.nbytes + workspaces + sum(self._reserved.values())
 
     def _limit(self, look: bool = True) -> int:
         """The budget in force; with none given, a share of what the machine can give."""
@@ -514,13 +409,8 @@ class MemoryPool:
                 self._counts["evictions"] += 1
             return before - held
 
-    def _drop(self, block: _Block) -> None:
-        del self._blocks[block.cdata]
-        bucket = self._buckets[block.tag, block.nbytes]
-        del bucket[block.cdata]
-        if not bucket:
-            del self._buckets[block.tag, block.nbytes]
-        self._block_bytes -= block.nbytes
+    def _drop(self, block: Block) -> None:
+        self._blocks.drop(block)
         self._counts["evictions"] += 1
 
     def _note_peak(self) -> None:
@@ -548,6 +438,7 @@ class MemoryPool:
         figures["largest_bytes"] = max(figures["largest_bytes"], nbytes)
 
 
+_RESULT = Placement("output", "exact")
 _COUNTS = (
     "allocation_count",
     "reuse_count",
@@ -556,8 +447,6 @@ _COUNTS = (
     "pressure_cleanups",
     "peak_allocated",
 )
-_POOLS: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
-_POOLS_LOCK = threading.Lock()  # a set that grows cannot be iterated
 _GLOBAL: MemoryPool | None = None
 _GLOBAL_LOCK = threading.Lock()
 
@@ -576,80 +465,10 @@ def reset_global_memory_pool() -> None:
     get_global_memory_pool().reset()
 
 
-def release_idle_memory() -> int:
-    """The emergency cleanup: frees what is idle in all pools and torch's caches; returns the pools' bytes."""
-    gc.collect()
-    with _POOLS_LOCK:
-        pools = list(_POOLS)
-    freed = sum(pool.clear() for pool in pools)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-    LOGGER.debug("out of memory: %d idle bytes freed", freed)
-    return freed
-
-
-def out_of_memory(error: BaseException, device: torch.device, tried: str) -> torch.OutOfMemoryError:
-    """The error to raise when nothing helped: what was asked, what there is, what was tried."""
-    memory = device_memory(device)
-    available = describe_bytes(None if memory is None else memory.available)
-    return torch.OutOfMemoryError(
-        f"out of memory on {device}: {describe_bytes(asked_bytes(error))} were asked for, {available} "
-        f"available, {tried}"
-    )
-
-
-def _with_relief(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Calls `make`, and after running out of memory once more when all pools gave up what they could."""
-    try:
-        return make()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    release_idle_memory()
-    try:
-        return make()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        # Without its traceback, whose frames would keep the tensors of the callers.
-        failure = error.with_traceback(None)
-        raise out_of_memory(failure, device, "after all idle buffers were freed") from failure
-
-
 def _fresh(nbytes: int, spread: bool) -> torch.UntypedStorage:
     device = torch.device("cpu")
-    buffer = _with_relief(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+    buffer = with_relief(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
     return (buffer.zero_() if spread else buffer).untyped_storage()
-
-
-def _tensor_in(
-    storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None
-) -> Tensor:
-    offset = -storage.data_ptr() % alignment if alignment else 0
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
-
-
-def _needed(shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None) -> int:
-    """Bytes in which a tensor finds an aligned place."""
-    return math.prod(shape) * dtype.itemsize + max(0, (alignment or 0) - dtype.itemsize)
-
-
-def _size_class(nbytes: int) -> int:
-    """Rounded up to one of four sizes between powers of two."""
-    step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
-    return max(SMALLEST, -(-nbytes // step) * step)
-
-
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of sizes that are not negative."""
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"shape must consist of integers, got {shape!r}")
-        if size < 0:
-            raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
-    return sizes
 
 
 def _device_figures(pool: Any) -> dict[str, int]:
@@ -660,9 +479,9 @@ def _device_figures(pool: Any) -> dict[str, int]:
 
 def _start_clean_after_fork() -> None:
     # The parent's lock may be held by a thread that does not exist here, and its memory is the parent's.
-    global _GLOBAL_LOCK, _POOLS_LOCK
-    _GLOBAL_LOCK, _POOLS_LOCK = threading.Lock(), threading.Lock()
-    for pool in list(_POOLS):
+    global _GLOBAL_LOCK
+    _GLOBAL_LOCK, relief.POOLS_LOCK = threading.Lock(), threading.Lock()
+    for pool in list(relief.POOLS):
         pool._lock = threading.RLock()
         pool._start_clean()
 

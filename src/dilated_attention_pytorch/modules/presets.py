@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..core import MemoryPool
 from ..core.attention_buffer_manager import AttentionBufferManager, check_flag, shared_buffer_manager
 from .attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedAttention
 
@@ -81,6 +82,12 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
         """Frees all idle buffers of the manager, also those of other modules that share it."""
         if self.buffer_manager is not None:
             self.buffer_manager.clear_cache()
+
+    @property
+    def _memory_pool(self) -> MemoryPool | None:
+        if self.buffer_manager is None or not self.enable_memory_pool:
+            return super()._memory_pool
+        return self.buffer_manager.pool
 
     def _choose_memory(self) -> str:
         return super()._choose_memory() if self.buffer_manager is None else self.buffer_manager.name
