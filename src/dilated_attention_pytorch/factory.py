@@ -53,7 +53,7 @@ def create_dilated_attention(
     `module.choice` holds what was chosen and why; it is also logged.
 
     Args:
-        seq_len: the length that the module is meant for, if it is known; by default its longest segment.
+        seq_len: the length that the module is meant for, if it is known. Segments reach no further.
     """
     choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
     LOGGER.info("%s", choice)
@@ -83,14 +83,14 @@ def choose_dilated_attention(
     is_long = reach >= POOL_FROM
     length = f"segments reach over {reach} positions, {POOL_FROM} {'or more' if is_long else 'not reached'}"
     proposals: list[tuple[str, Any, str]] = []
-    if is_long:
+    if is_long and options.get("buffer_manager") is None:
         proposals.append(("enable_memory_pool", True, length))
     device = torch.device(options.get("device") or torch.get_default_device())
     memory = device_memory(device)
     if memory is not None and memory.available < LITTLE_MEMORY:
         little = f"{describe_bytes(memory.available)} available on {device}"
         proposals.append(("workspace_bytes", max(2**20, memory.available // 256), little))
-        if options.get("enable_memory_pool", is_long):
+        if options.get("enable_memory_pool", bool(proposals[:-1])):
             proposals.append(("lightweight_pool", True, f"{little}, so that no results are kept"))
     reasons = [] if kind != "auto" else [f"kind: {length}"]
     reasons += [f"{name}: {'as asked' if name in options else why}" for name, _, why in proposals]

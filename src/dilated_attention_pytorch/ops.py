@@ -133,7 +133,9 @@ def _with_memory(options: Options, device: torch.device, attend: Callable[[Optio
                 raise
             failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
         release_idle_memory()
-    tried = f"after all idle buffers were freed and tiles cut to {describe_bytes(workspace_bytes)}"
+    tried = "after all idle buffers were freed"
+    if smaller:
+        tried += f" and tiles cut to {describe_bytes(workspace_bytes)}"
     raise out_of_memory(failure, device, tried) from failure
 
 

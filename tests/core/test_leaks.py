@@ -21,7 +21,7 @@ from dilated_attention_pytorch.modules import DilatedAttention, ImprovedDilatedA
 
 NUM_STEPS, NUM_LEAKY_STEPS = 2000, 300
 LENGTHS = (1, 2, 17, 31, 63, 64, 65, 97, 128, 130, 191, 255, 256, 257, 300, 347, 384, 401, 480, 509, 512)
-MAX_SLOPE = 1024  # bytes a step
+MAX_SLOPE = 512  # bytes a step
 # The C library keeps what is freed: what it gives back and asks for again would hide a slope.
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_ARENA_MAX": "1"}
 

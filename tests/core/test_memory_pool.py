@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import pickle
 import random
+import signal
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from dilated_attention_pytorch.core.memory_pool import (
     CHECK_SECONDS,
     LEAST_BUDGET,
     SMALLEST,
+    UNKNOWN_BUDGET,
     MemoryPool,
     get_global_memory_pool,
     reset_global_memory_pool,
@@ -772,6 +774,16 @@ def test_bad_requests(options: dict[str, Any], error: type[Exception], message: 
     assert pool.allocate((4,)).fill_(2).tolist() == [2] * 4
 
 
+def test_shape_that_torch_refuses_loses_no_block() -> None:
+    pool = MemoryPool(MIB)
+    pool.allocate((4,))
+    for fit in ("class", "exact"):  # from an idle block, and fresh
+        with pytest.raises(TypeError, match="Overflow"):
+            pool.allocate((0, 2**70), fit=fit)
+    assert check_consistent(pool)["cached_bytes"] == SMALLEST
+    assert pool.lend((4,))[1] is True
+
+
 @pytest.mark.parametrize("buffer", [None, 3, [1.0], "x", torch.float32], ids=str)
 def test_only_tensors_are_returned(buffer: Any) -> None:
     with pytest.raises(TypeError, match=f"buffer must be a tensor, got {type(buffer).__name__}"):
@@ -874,10 +886,19 @@ def test_dynamic_budget_follows_available_memory(look: Callable[[Memory | None],
     assert pool.budget == LEAST_BUDGET
     look(None)
     assert pool.budget == LEAST_BUDGET  # the last known
-    assert MemoryPool().budget == LEAST_BUDGET
+    assert MemoryPool().budget == UNKNOWN_BUDGET
     look(Memory(4000 * MIB, 5000 * MIB))
     assert MemoryPool(MIB).budget == MIB
     assert buffer.numel() == 8 * MIB
+
+
+def test_dynamic_budget_refuses_nothing(look: Callable[[Memory | None], None]) -> None:
+    pool = MemoryPool()
+    look(Memory(100 * MIB, 500 * MIB))
+    buffer = pool.allocate((LEAST_BUDGET + 1,), torch.uint8)
+    assert check_consistent(pool)["total_allocated"] == 0  # beside the pool
+    pool.deallocate(buffer)
+    assert pool.get_stats()["deallocation_count"] == 1
 
 
 def test_shrunk_budget_evicts(look: Callable[[Memory | None], None]) -> None:
@@ -931,13 +952,15 @@ def test_aggressive_cleanup_collects_and_frees_all(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("nodes", "numa"), [(2, True), (2, False), (1, True)])
 def test_numa_touches_fresh_memory(nodes: int, numa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_pool, "numa_nodes", lambda: nodes)
-    pool = MemoryPool(MIB)
+    torch.use_deterministic_algorithms(False)  # or the buffer would be filled after it was touched
+    pool, real = MemoryPool(MIB), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: real(*args, **kwargs).fill_(7))
     buffer = pool.allocate((64,), torch.uint8, numa=numa)
-    touched = nodes > 1 and numa
-    assert (buffer == (0 if touched else 255)).all()  # torch.empty fills with 255 in these tests
+    assert (buffer == (0 if nodes > 1 and numa else 7)).all()
     assert pool.get_stats()["numa_nodes"] == nodes
+    buffer.fill_(5)
     del buffer
-    assert (pool.allocate((64,), torch.uint8, numa=numa) == 255).all()  # touched before
+    assert (pool.allocate((64,), torch.uint8, numa=numa) == 5).all()  # touched before
 
 
 @dataclass(eq=False)
@@ -1005,7 +1028,8 @@ def test_device_memory_has_one_pool_a_device(cuda: dict[str, list[Any]]) -> None
     assert stats["total_allocated"] == SMALLEST + 120
     assert (stats["in_use_bytes"], stats["cached_bytes"]) == (SMALLEST + 60, 60)
     assert host.numel() == 64
-    assert "devices" not in MemoryPool(MIB).get_stats()
+    pool.clear()  # a MemPool keeps its memory until nothing refers to it
+    assert "devices" not in pool.get_stats()
 
 
 def test_device_buffers_are_counted_and_returned(cuda: dict[str, list[Any]]) -> None:
@@ -1079,6 +1103,17 @@ def test_slots_stay_warm_over_calls_and_layers() -> None:
         workspace.take("key", (2,), torch.float32, CPU)
     stats = check_consistent(pool)
     assert (stats["allocation_count"], stats["reuse_count"], stats["total_allocated"]) == (23, 18, 408)
+
+
+def test_clearing_a_slot_frees_idle_scratch_of_that_name() -> None:
+    pool = MemoryPool(MIB)
+    with pool.workspace(CPU) as lent:
+        take(lent, "key")
+        with pool.workspace(CPU) as workspace:
+            take(workspace, "key", "value")
+        assert pool.clear("key") == 100
+        assert check_consistent(pool)["in_use_bytes"] == 100
+    assert pool.idle_buffers() == {"key": (1, 100), "value": (1, 100)}
 
 
 def test_concurrent_calls_have_their_own_scratch() -> None:
@@ -1244,7 +1279,7 @@ def test_repr() -> None:
     kept = pool.allocate((MIB,), torch.uint8)
     for _ in range(3):
         pool.allocate((MIB // 2,), torch.uint8)
-    assert repr(pool) == "MemoryPool(1.5 MiB held, 0.5 MiB idle, reuse rate 50.0%)"
+    assert repr(pool) == "MemoryPool(1.5 MiB held, 2 of 4 requests reused memory)"
     assert kept.numel() == MIB
 
 
@@ -1393,7 +1428,7 @@ def test_spawn_starts_clean(global_pool: MemoryPool) -> None:
 def test_copies_share_and_pickles_keep_the_settings(global_pool: MemoryPool) -> None:
     pool = MemoryPool(3 * KIB, enable_profiling=True)
     kept = pool.allocate((64,))
-    assert copy.deepcopy({"pool": pool})["pool"] is pool
+    assert copy.copy(pool) is copy.deepcopy({"pool": pool})["pool"] is pool
     assert pickle.loads(pickle.dumps(global_pool)) is global_pool
     other = pickle.loads(pickle.dumps(pool))
     assert other is not pool
@@ -1419,3 +1454,55 @@ def test_pools_are_freed_with_their_memory() -> None:
     gone = weakref.ref(pool), weakref.ref(block.storage)
     del pool, block
     assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the platform has no interval timer")
+def test_a_signal_handler_gets_its_own_memory() -> None:
+    """A handler runs between any two instructions of the thread that holds the pool's lock."""
+    pool, got, shared = MemoryPool(), [], 0
+    before = signal.signal(signal.SIGALRM, lambda *_: got.append(pool.allocate((100,))))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        end, handled = time.monotonic() + 2, 0
+        while time.monotonic() < end:
+            got.clear()
+            mine = pool.allocate((100,))
+            shared += any(mine.data_ptr() == other.data_ptr() for other in list(got))
+            handled += len(got)
+            pool.trim("buffer", 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert handled > 10
+    assert shared == 0
+    del mine
+    got.clear()
+    check_consistent(pool)
+
+
+def test_the_pool_can_be_logged_while_it_is_locked() -> None:
+    pool, text = MemoryPool(), []
+    with pool._lock:
+        thread = threading.Thread(target=lambda: text.append(repr(pool)), daemon=True)
+        thread.start()
+        thread.join(timeout=30)
+    assert text == ["MemoryPool(0.0 MiB held, 0 of 0 requests reused memory)"]
+
+
+def test_many_buffers_on_loan_cost_no_search() -> None:
+    """Each request asks a bounded number of blocks whether they are free."""
+    pool, asked = MemoryPool(), 0
+    held = [pool.allocate((16,)) for _ in range(500)]
+    real = blocks_module.Block.is_idle
+
+    class Counted(blocks_module.Block):
+        @property
+        def is_idle(self) -> bool:
+            nonlocal asked
+            asked += 1
+            return real.__get__(self)
+
+    for block in pool._blocks.values():
+        block.__class__ = Counted
+    held.append(pool.allocate((16,)))
+    assert 0 < asked <= blocks_module.MOST_ASKED

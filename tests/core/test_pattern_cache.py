@@ -404,7 +404,7 @@ def test_sizes_must_be_positive_integers(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["auto_tune", "cache_on_gpu", "enable_profiling"])
 def test_flags_must_be_bools(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be True or False, got 1"):
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got 1"):
         PatternCache(**{name: 1})  # type: ignore[arg-type]
 
 

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from dilated_attention_pytorch.core import (
     AttentionBufferManager,
-    attention_buffer_manager,
     get_global_memory_pool,
     get_global_pattern_cache,
     memory_pool,
@@ -81,7 +80,9 @@ def name_of(combination: tuple[Module, Options]) -> str:
 def make(combination: tuple[Module, Options], *args: Any, **more: Any) -> DilatedAttention:
     cls, options = combination
     if options.get("buffer_manager") == "own":
-        options = {**options, "buffer_manager": AttentionBufferManager()}
+        pool = get_global_memory_pool() if options.get("enable_memory_pool") else None
+        manager = AttentionBufferManager(lightweight=options.get("lightweight_pool", False), pool=pool)
+        options = {**options, "buffer_manager": manager}
     return cls(*(args or (SEGMENTS, RATES)), **options, **more)
 
 
@@ -137,8 +138,7 @@ def test_bit_equal_with_every_memory_option(
     reset_global_pattern_cache()
     module = make(combination)
     kept = [run(module, tensors, **options) for tensors, options, _ in expected]  # misses the caches
-    for owner in (memory_pool, attention_buffer_manager):
-        monkeypatch.setattr(owner, "RESULT_BYTES", 1)  # results come from the pool, however small
+    monkeypatch.setattr(memory_pool, "RESULT_BYTES", 1)  # results come from the pool, however small
     kept += [run(module, tensors, **options) for tensors, options, _ in expected]  # hits them
     for got, (_, _, want) in zip(kept, expected * 2, strict=True):
         assert_equal(got, want)
@@ -310,8 +310,7 @@ def test_export_round_trips(combination: tuple[Module, Options]) -> None:
 
 @each_chosen
 def test_eight_threads_at_once(combination: tuple[Module, Options], monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner in (memory_pool, attention_buffer_manager):
-        monkeypatch.setattr(owner, "RESULT_BYTES", 1)
+    monkeypatch.setattr(memory_pool, "RESULT_BYTES", 1)
     plain, module = DilatedAttention(SEGMENTS, RATES), make(combination)
     expected = [run(plain, qkv(20 + thread, seed=thread)) for thread in range(8)]
     failures: list[BaseException] = []
@@ -409,8 +408,9 @@ def test_reuse_in_training_at_a_fixed_length(combination: tuple[Module, Options]
 @pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttentionV2])
 def test_reuse_in_training_at_varying_lengths(cls: Module) -> None:
     """Batches of 1 to 4, lengths of 256 to 2048: 64 shapes as the report had them, with less work in each."""
-    manager = {"buffer_manager": AttentionBufferManager()} if cls is ImprovedDilatedAttentionV2 else {}
-    module = cls((32, 64, 128), (1, 2, 4), enable_memory_pool=True, **manager)
+    is_v2 = cls is ImprovedDilatedAttentionV2
+    memory = {"buffer_manager": AttentionBufferManager()} if is_v2 else {"enable_memory_pool": True}
+    module = cls((32, 64, 128), (1, 2, 4), **memory)
     lengths = torch.linspace(256, 2048, 16).int().tolist()
     shapes = [(b, n, 4, 2) for b in range(1, 5) for n in lengths]
     assert len(set(shapes)) == 64
@@ -427,7 +427,7 @@ def test_reuse_in_training_at_varying_lengths(cls: Module) -> None:
     planned, reused = readings.rates()
     assert planned >= 0.9
     assert reused >= 0.9
-    if manager:
+    if is_v2:
         assert module.get_buffer_stats()["buffer_types"]["query"]["cache_hits"] > 0  # type: ignore[operator]
 
 
@@ -555,3 +555,40 @@ def test_buffer_manager_of_the_second_version() -> None:
 def test_bad_combinations_raise(cls: Module, options: Options, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cls(SEGMENTS, RATES, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_buffer_reuse": False},
+        {"enable_preallocation": True},
+        {"lightweight_pool": True},
+        {"enable_memory_pool": True},
+    ],
+    ids=str,
+)
+def test_a_given_manager_keeps_its_settings(options: Options) -> None:
+    with pytest.raises(ValueError, match="the settings of a buffer_manager are its own, got"):
+        ImprovedDilatedAttentionV2(SEGMENTS, RATES, buffer_manager=AttentionBufferManager(), **options)
+    suitable = AttentionBufferManager(
+        enable_reuse=options.get("enable_buffer_reuse", True),
+        enable_preallocation=options.get("enable_preallocation", False),
+        lightweight=options.get("lightweight_pool", False),
+        pool=get_global_memory_pool() if options.get("enable_memory_pool") else None,
+    )
+    module = ImprovedDilatedAttentionV2(SEGMENTS, RATES, buffer_manager=suitable, **options)
+    assert module.buffer_manager is suitable
+
+
+@pytest.mark.parametrize("options", [{"enable_buffer_reuse": False}, {"enable_preallocation": True}], ids=str)
+def test_settings_of_no_manager_raise(options: Options) -> None:
+    with pytest.raises(ValueError, match="are for a buffer manager, got enable_buffer_manager=False"):
+        ImprovedDilatedAttentionV2(SEGMENTS, RATES, enable_buffer_manager=False, **options)
+
+
+def test_memory_options_take_effect_when_set_later() -> None:
+    module = DilatedAttention(SEGMENTS, RATES)
+    expected = run(module, qkv())
+    module.enable_memory_pool = True
+    assert_equal(run(module, qkv()), expected)
+    assert get_global_memory_pool().get_stats()["allocation_count"] > 0

@@ -11,113 +11,42 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 from itertools import count
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from .blocks import Fit, check_shape
-from .host_memory import describe_bytes, numa_nodes
-from .memory_pool import RESULT_BYTES, MemoryPool, get_global_memory_pool
+from .blocks import check_flag, check_shape
+from .buffer_config import (
+    CAPACITY,
+    DEFAULT_CONFIGS,
+    FITS,
+    MIB,
+    BufferConfig,
+    BufferType,
+    Lifetime,
+    check_buffer_type,
+)
+from .memory_pool import MemoryPool, get_global_memory_pool
 from .workspace import Workspace
 
-MIB = 2**20
-BUCKETED_BELOW = 1 * MIB
-NUMA_ABOVE = 16 * MIB
+__all__ = ["AttentionBufferManager", "BufferConfig", "BufferType", "create_attention_buffer_manager"]
+
 RECURS_AFTER = 3  # requests of one shape that make it a habit
 MAX_SHAPES = 1024  # that the manager remembers
 
-Frequency = Literal["low", "medium", "high"]
-Lifetime = Literal["operation", "forward", "iteration", "persistent"]
-CAPACITY: dict[str, int] = {"low": 5, "medium": 7, "high": 10}  # idle buffers kept of a type
 
+class Settings(NamedTuple):
+    """Of a manager without configurations of its own."""
 
-class BufferType(str, Enum):
-    """What a buffer is for."""
+    enable_reuse: bool = True
+    enable_preallocation: bool = False
+    lightweight: bool = False
+    enable_profiling: bool = False
+    is_pooled: bool = False  # the memory is the global pool's
 
-    QUERY = "query"
-    KEY = "key"
-    VALUE = "value"
-    OUTPUT = "output"
-    SCORES = "scores"
-    WEIGHTS = "weights"
-    TEMP = "temp"
-    COMM = "comm"
-    MASK = "mask"
-    CACHE = "cache"
-
-
-def check_flag(name: str, flag: bool) -> None:
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be a bool, got {flag!r}")
-
-
-@dataclass(frozen=True)
-class BufferConfig:
-    """How buffers of a type are had and kept.
-
-    Args:
-        typical_size_mb: in MiB. A buffer of more than twice that takes the best fitting idle one.
-        reuse_frequency: "low", "medium" or "high": 5, 7 or 10 idle buffers are kept.
-        lifetime: "operation", "forward", "iteration" or "persistent": when idle buffers of the type have no
-            further use; `clear_cache(lifetime=...)` frees what has reached its end.
-        prefer_bucketed: below 1 MiB and with high reuse, sizes are rounded up to a size class.
-        prefer_numa: above 16 MiB on a host of several NUMA nodes, memory is spread over them.
-        prefer_pinned: page-locked memory, where there is a device to copy to.
-        zero_init: filled with zeros when handed out.
-        alignment: of the first element in bytes, a power of two.
-    """
-
-    typical_size_mb: float
-    reuse_frequency: Frequency
-    lifetime: Lifetime
-    prefer_bucketed: bool = True
-    prefer_numa: bool = False
-    prefer_pinned: bool = False
-    zero_init: bool = False
-    alignment: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.typical_size_mb, (int, float)):
-            raise TypeError(f"typical_size_mb must be a number, got {self.typical_size_mb!r}")
-        if not self.typical_size_mb > 0:
-            raise ValueError(f"typical_size_mb must be positive, got {self.typical_size_mb}")
-        for name, known in (("reuse_frequency", Frequency), ("lifetime", Lifetime)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
-        for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
-            check_flag(name, getattr(self, name))
-        if self.alignment is None:
-            return
-        if not isinstance(self.alignment, int) or self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise ValueError(f"alignment must be a power of two, got {self.alignment!r}")
-
-    def strategy(self, nbytes: int) -> str:
-        """ "bucketed", "numa", "fragment_aware" or "direct", by the size of a buffer."""
-        if nbytes < BUCKETED_BELOW and self.prefer_bucketed and self.reuse_frequency == "high":
-            return "bucketed"
-        if nbytes > NUMA_ABOVE and self.prefer_numa and numa_nodes() > 1:
-            return "numa"
-        if nbytes > 2 * self.typical_size_mb * MIB:
-            return "fragment_aware"
-        return "direct"
-
-
-DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = {
-    BufferType.QUERY: BufferConfig(4.0, "high", "forward"),
-    BufferType.KEY: BufferConfig(4.0, "high", "forward"),
-    BufferType.VALUE: BufferConfig(4.0, "high", "forward"),
-    BufferType.OUTPUT: BufferConfig(4.0, "high", "forward", zero_init=True),
-    BufferType.SCORES: BufferConfig(16.0, "medium", "operation", prefer_bucketed=False, prefer_numa=True),
-    BufferType.WEIGHTS: BufferConfig(16.0, "medium", "operation", prefer_bucketed=False, prefer_numa=True),
-    BufferType.TEMP: BufferConfig(1.0, "high", "operation"),
-    BufferType.COMM: BufferConfig(8.0, "medium", "persistent", prefer_bucketed=False, prefer_pinned=True),
-    BufferType.MASK: BufferConfig(1.0, "low", "persistent", alignment=64),
-    BufferType.CACHE: BufferConfig(32.0, "low", "persistent", prefer_bucketed=False),
-}
-FITS: dict[str, Fit] = {"bucketed": "class", "numa": "exact", "fragment_aware": "best", "direct": "exact"}
 
 Request = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
 
@@ -143,7 +72,8 @@ class AttentionBufferManager:
         custom_configs: configurations that replace the default ones of their types.
         enable_reuse: keep what is returned; False makes every buffer fresh.
         enable_preallocation: shapes that recur are allocated again ahead of time after the cache was cleared.
-        lightweight: leaves out the learning of shapes and the timing of each request.
+        lightweight: the results of attention are ordinary tensors, and free memory is not looked at after
+            each of its calls.
         enable_profiling: measures the time spent in requests, by type; see `profile_table`.
         pool: where the memory comes from, by default a pool of the manager's own. Modules share buffers by
             sharing a manager or a pool.
@@ -182,7 +112,7 @@ class AttentionBufferManager:
         _MANAGERS[self.name] = self
 
     def _start_clean(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: the garbage collector may return buffers at any time
         self._figures = {buffer_type: _Figures() for buffer_type in BufferType}
         self._shapes: Counter[Request] = Counter()
         self._is_cold = False
@@ -196,7 +126,7 @@ class AttentionBufferManager:
         zero_init: bool | None = None,
     ) -> Tensor:
         """A contiguous buffer; filled with zeros as the type's configuration says, or as `zero_init` says."""
-        start = time.perf_counter() if self._is_timed else 0.0
+        start = time.perf_counter() if self.enable_profiling else 0.0
         buffer_type = check_buffer_type(buffer_type)
         config, device = self.configs[buffer_type], normal_device(device)
         self._warm_up()
@@ -240,7 +170,7 @@ class AttentionBufferManager:
         head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        buffer_types: Sequence[BufferType | str] = ("query", "key", "value", "output"),
+        buffer_types: BufferType | str | Sequence[BufferType | str] = ("query", "key", "value", "output"),
     ) -> int:
         """Allocates ahead, so that the first requests find a buffer; returns how many are ready.
 
@@ -249,6 +179,8 @@ class AttentionBufferManager:
         first, within half of the pool's budget. No more than the type's capacity either way.
         """
         sizes = (batch_size, seq_len, num_heads, head_dim)
+        names = [buffer_types] if isinstance(buffer_types, str) else buffer_types
+        types = [check_buffer_type(name) for name in names]
         if all(size is None for size in sizes):
             requests = self._habits()
         elif any(size is None for size in sizes):
@@ -261,12 +193,12 @@ class AttentionBufferManager:
                     raise ValueError(f"{name} must be a positive integer, got {size!r}")
             shape = tuple(size for size in sizes if size is not None)
             place = normal_device(device)
-            requests = [(check_buffer_type(name), shape, dtype, place) for name in buffer_types]
+            requests = [(buffer_type, shape, dtype, place) for buffer_type in types]
         buffers: list[Tensor] = []
         ready: Counter[BufferType] = Counter()
         for request in requests:
             if ready[request[0]] < self.capacity(request[0]):
-                buffers.append(self._lend(*request, zeros=False, counted=False))
+                buffers.append(self._lend(*request, zeros=False, ahead=True))
                 ready[request[0]] += 1
         for buffer in buffers:
             self.pool.deallocate(buffer)
@@ -290,7 +222,7 @@ class AttentionBufferManager:
                 each = _slot_type(tag)
                 if each in named and self.configs[each].lifetime in ended:
                     self.pool.clear(tag)
-        self._is_cold = self.enable_preallocation and not self.lightweight
+        self._is_cold = self.enable_preallocation
 
     @contextmanager
     def workspace(self, device: torch.device) -> Iterator[Workspace]:
@@ -315,10 +247,11 @@ class AttentionBufferManager:
                 figures.largest_bytes = max(figures.largest_bytes, workspace.buffers[slot].nbytes)
 
     def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.pool.budget:
-            return torch.empty(shape, dtype=dtype, device=device)
-        self._learn((BufferType.OUTPUT, tuple(shape), dtype, device))
-        return self._lend(BufferType.OUTPUT, shape, dtype, device, zeros=False, strategy="direct")
+        buffer, reused = self.pool.lend_result(shape, dtype, device)
+        if reused is not None:
+            self._learn((BufferType.OUTPUT, tuple(shape), dtype, device))
+            self._count(BufferType.OUTPUT, buffer, "direct", reused)
+        return buffer
 
     def get_stats(self) -> dict[str, Any]:
         """Requests, hits and what is kept, in all and by type (`buffer_types`)."""
@@ -337,7 +270,7 @@ class AttentionBufferManager:
                     "capacity": self.capacity(buffer_type),
                     "largest_bytes": figures.largest_bytes,
                     "strategies": dict(figures.strategies),
-                    **({"seconds": figures.seconds} if self._is_timed else {}),
+                    **({"seconds": figures.seconds} if self.enable_profiling else {}),
                 }
                 for buffer_type, figures in self._figures.items()
             }
@@ -379,35 +312,27 @@ class AttentionBufferManager:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        stats = self.get_stats()
-        return (
-            f"AttentionBufferManager({stats['cached_buffers']} idle buffers, "
-            f"{describe_bytes(stats['cached_bytes'])}, hit rate {stats['cache_hit_rate']:.1%})"
-        )
+        hits, misses = (sum(getattr(f, name) for f in self._figures.values()) for name in ("hits", "misses"))
+        return f"AttentionBufferManager({self.name}, {hits} hits, {misses} misses, {self.pool!r})"
+
+    def __copy__(self) -> AttentionBufferManager:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionBufferManager:
         return self  # copies of a module share its buffers
 
     def __reduce__(self) -> tuple[Callable[..., AttentionBufferManager], tuple[Any, ...]]:
         if _SHARED.get(self.settings) is self:
-            return shared_buffer_manager, self.settings
-        return _restore, (dict(self.configs), *self.settings[:-1], self.pool)
+            return shared_buffer_manager, (self.settings,)
+        switches = self.settings._asdict()
+        del switches["is_pooled"]
+        return partial(AttentionBufferManager, dict(self.configs), **switches, pool=self.pool), ()
 
     @property
-    def settings(self) -> tuple[bool, bool, bool, bool, bool]:
-        """Reuse, preallocation, lightweight, profiling, and if the memory is the global pool's."""
+    def settings(self) -> Settings:
         is_pooled = self.pool is get_global_memory_pool()
-        return (
-            self.enable_reuse,
-            self.enable_preallocation,
-            self.lightweight,
-            self.enable_profiling,
-            is_pooled,
-        )
-
-    @property
-    def _is_timed(self) -> bool:
-        return self.enable_profiling and not self.lightweight
+        switches = (self.enable_reuse, self.enable_preallocation, self.lightweight, self.enable_profiling)
+        return Settings(*switches, is_pooled)
 
     def _lend(
         self,
@@ -416,13 +341,12 @@ class AttentionBufferManager:
         dtype: torch.dtype,
         device: torch.device,
         zeros: bool,
-        strategy: str | None = None,
-        counted: bool = True,
+        ahead: bool = False,
     ) -> Tensor:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         config, shape = self.configs[buffer_type], check_shape(shape)
-        strategy = strategy or config.strategy(math.prod(shape) * dtype.itemsize)
+        strategy = config.strategy(math.prod(shape) * dtype.itemsize)
         if not self.enable_reuse:
             self.pool.trim(buffer_type.value, 0)
         buffer, reused = self.pool.lend(
@@ -430,22 +354,26 @@ class AttentionBufferManager:
             dtype,
             device,
             tag=buffer_type.value,
-            fit=FITS[strategy],
+            # Without waste, an attention result finds it too; a request of best fit finds any.
+            fit="exact" if ahead and strategy != "bucketed" else FITS[strategy],
             zero_init=zeros,
             pinned=config.prefer_pinned,
             alignment=config.alignment,
             numa=strategy == "numa",
         )
-        if counted:
-            with self._lock:
-                figures = self._figures[buffer_type]
-                figures.hits += reused
-                figures.misses += not reused
-                figures.largest_bytes = max(figures.largest_bytes, buffer.nbytes)
-                figures.strategies[strategy] += 1
+        if not ahead:
+            self._count(buffer_type, buffer, strategy, reused)
         if not reused:  # what was dropped instead of returned counts as idle, too
             self.pool.trim(buffer_type.value, self.capacity(buffer_type))
         return buffer
+
+    def _count(self, buffer_type: BufferType, buffer: Tensor, strategy: str, reused: bool) -> None:
+        with self._lock:
+            figures = self._figures[buffer_type]
+            figures.hits += reused
+            figures.misses += not reused
+            figures.largest_bytes = max(figures.largest_bytes, buffer.nbytes)
+            figures.strategies[strategy] += 1
 
     def _habits(self) -> list[Request]:
         """The shapes that recur, the most frequent first, as many as half of the pool's budget has room for.
@@ -463,7 +391,7 @@ class AttentionBufferManager:
         return habits
 
     def _learn(self, request: Request) -> None:
-        if not self.enable_preallocation or self.lightweight:
+        if not self.enable_preallocation:
             return
         with self._lock:
             if request in self._shapes or len(self._shapes) < MAX_SHAPES:
@@ -473,7 +401,7 @@ class AttentionBufferManager:
 _TYPE_NAMES = frozenset(buffer_type.value for buffer_type in BufferType)
 _NUMBERS = count(1)
 _MANAGERS: weakref.WeakValueDictionary[str, AttentionBufferManager] = weakref.WeakValueDictionary()
-_SHARED: weakref.WeakValueDictionary[tuple[bool, ...], AttentionBufferManager] = weakref.WeakValueDictionary()
+_SHARED: weakref.WeakValueDictionary[Settings, AttentionBufferManager] = weakref.WeakValueDictionary()
 
 
 def create_attention_buffer_manager(
@@ -491,29 +419,20 @@ def create_attention_buffer_manager(
     )
 
 
-def shared_buffer_manager(*settings: bool) -> AttentionBufferManager:
-    """The one manager of all modules with these `settings`; it lives as long as one of them does."""
+def shared_buffer_manager(settings: Settings) -> AttentionBufferManager:
+    """The one manager of all modules with these settings; it lives as long as one of them does."""
     with _SHARED_LOCK:
         manager = _SHARED.get(settings)
         if manager is None:
-            reuse, preallocation, lightweight, profiling, is_pooled = settings
-            pool = get_global_memory_pool() if is_pooled else None
-            manager = _restore(None, reuse, preallocation, lightweight, profiling, pool)
-            _SHARED[settings] = manager
+            switches = settings._asdict()
+            pool = get_global_memory_pool() if switches.pop("is_pooled") else None
+            manager = _SHARED[settings] = AttentionBufferManager(**switches, pool=pool)
         return manager
 
 
 def find_buffer_manager(name: str) -> AttentionBufferManager | None:
     """The manager of that `name`, if it still exists in this process."""
     return _MANAGERS.get(name)
-
-
-def check_buffer_type(buffer_type: BufferType | str) -> BufferType:
-    try:
-        return BufferType(buffer_type)
-    except ValueError:
-        known = ", ".join(each.value for each in BufferType)
-        raise ValueError(f"buffer_type must be one of {known}, got {buffer_type!r}") from None
 
 
 def _slot_type(slot: str) -> BufferType:
@@ -527,24 +446,6 @@ def normal_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _restore(
-    configs: Mapping[BufferType, BufferConfig] | None,
-    enable_reuse: bool,
-    enable_preallocation: bool,
-    lightweight: bool,
-    enable_profiling: bool,
-    pool: MemoryPool | None,
-) -> AttentionBufferManager:
-    return AttentionBufferManager(
-        configs,
-        enable_reuse=enable_reuse,
-        enable_preallocation=enable_preallocation,
-        lightweight=lightweight,
-        enable_profiling=enable_profiling,
-        pool=pool,
-    )
 
 
 _SHARED_LOCK = threading.Lock()

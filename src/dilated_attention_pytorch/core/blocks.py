@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 512  # bytes of the smallest size class
+MOST_ASKED = 64  # blocks of a size that are asked whether they are idle
 Fit = Literal["class", "best", "exact"]
 
 
@@ -37,14 +38,13 @@ class Placement:
     numa: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tag, str):
+            raise TypeError(f"tag must be a string, got {self.tag!r}")
+        check_flag("pinned", self.pinned)
+        check_flag("numa", self.numa)
         if self.fit not in get_args(Fit):
             raise ValueError(f"fit must be 'class', 'best' or 'exact', got {self.fit!r}")
-        if self.alignment is None:
-            return
-        if isinstance(self.alignment, bool) or not isinstance(self.alignment, int):
-            raise TypeError(f"alignment must be an integer or None, got {self.alignment!r}")
-        if self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise ValueError(f"alignment must be a power of two, got {self.alignment}")
+        check_alignment(self.alignment)
 
 
 @dataclass(eq=False)
@@ -56,6 +56,7 @@ class Block:
     nbytes: int
     requested: int = 0
     returned: bool = False
+    is_claimed: bool = False  # by a request that is under way, if a signal handler makes another
 
     def __post_init__(self) -> None:
         self.cdata, self.address = self.storage._cdata, self.storage.data_ptr()
@@ -95,7 +96,7 @@ class Blocks(OrderedDict[int, Block]):
         self.buckets: dict[tuple[str, int], OrderedDict[int, Block]] = {}
 
     def find(self, needed: int, size: int, placement: Placement) -> Block | None:
-        """An idle block of `size` bytes, or with "best" the smallest that fits."""
+        """An idle block of `size` bytes, or with "best" the smallest that fits; it is claimed."""
         tag = placement.tag
         if placement.fit != "best":
             return self._newest(tag, size)
@@ -104,12 +105,18 @@ class Blocks(OrderedDict[int, Block]):
         return next(filter(None, (self._newest(tag, other) for other in sizes)), None)
 
     def _newest(self, tag: str, size: int) -> Block | None:
-        """The idle block of the very size that was returned last."""
-        for block in list(reversed(self.buckets.get((tag, size), {}).values())):
+        """An idle block of the very size, claimed: the one returned last, or one that was dropped."""
+        # One step, in which no signal handler can change the bucket.
+        newest = list(self.buckets.get((tag, size), {}).values())
+        for block in newest[: -MOST_ASKED - 1 : -1]:
+            if block.is_claimed:
+                continue
+            block.is_claimed = True
             if block.is_idle:
                 if block.is_sound:
                     return block
                 self.drop(block)
+            block.is_claimed = False
         return None
 
     def holding(self, buffer: Tensor) -> Block | None:
@@ -121,7 +128,12 @@ class Blocks(OrderedDict[int, Block]):
     def add(self, block: Block) -> None:
         self[block.cdata] = block
         self.buckets.setdefault((block.tag, block.nbytes), OrderedDict())[block.cdata] = block
+        self.buckets[block.tag, block.nbytes].move_to_end(block.cdata, last=False)
         self.nbytes += block.nbytes
+
+    def idle(self) -> list[Block]:
+        """The blocks that nobody uses, the least recently used first."""
+        return [block for block in list(self.values()) if not block.is_claimed and block.is_idle]
 
     def touch(self, block: Block, *, returned: bool, requested: int) -> None:
         """Notes that a block was handed out or returned."""
@@ -130,7 +142,8 @@ class Blocks(OrderedDict[int, Block]):
         self.buckets[block.tag, block.nbytes].move_to_end(block.cdata, last=returned)
 
     def drop(self, block: Block) -> None:
-        del self[block.cdata]
+        if self.pop(block.cdata, None) is None:
+            return
         bucket = self.buckets[block.tag, block.nbytes]
         del bucket[block.cdata]
         if not bucket:
@@ -167,3 +180,17 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
         if size < 0:
             raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
     return sizes
+
+
+def check_alignment(alignment: int | None) -> None:
+    if alignment is None:
+        return
+    if isinstance(alignment, bool) or not isinstance(alignment, int):
+        raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"alignment must be a power of two, got {alignment}")
+
+
+def check_flag(name: str, flag: bool) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {flag!r}")

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from . import relief
-from .blocks import SMALLEST, Block, Blocks, Placement, check_shape, needed_bytes, size_class, tensor_in
+from .blocks import (
+    SMALLEST,
+    Block,
+    Blocks,
+    Placement,
+    check_flag,
+    check_shape,
+    needed_bytes,
+    size_class,
+    tensor_in,
+)
 from .host_memory import describe_bytes, host_memory, numa_nodes
 from .relief import with_relief
 from .workspace import MakeResult, Workspace, fill_if_deterministic
@@ -25,7 +35,7 @@ from .workspace import MakeResult, Workspace, fill_if_deterministic
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 # The C library keeps what is freed below 32 MiB for the next caller; larger buffers start as fresh pages.
 RESULT_BYTES = 32 * 2**20
-LEAST_BUDGET = 64 * 2**20
+LEAST_BUDGET, UNKNOWN_BUDGET = 64 * 2**20, 2**30  # the latter where the system does not tell
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
 
 
@@ -33,12 +43,15 @@ class MemoryPool:
     """Memory that outlives its user and is handed out again once nothing else can see it.
 
     Host memory is kept in size classes (`allocate`, `deallocate`) and in workspaces (`workspace`), all under
-    one byte budget; the least recently used goes first. Memory of a CUDA device is left to a
-    `torch.cuda.MemPool`, pinned memory to torch's own cache for it: both know about streams. Thread-safe.
+    one byte budget; idle buffers go before idle scratch, the least recently used first. Memory of a CUDA
+    device is left to a `torch.cuda.MemPool`, pinned memory to torch's own cache for it: both know about
+    streams, and the pool counts no reuse there. Thread-safe.
 
     Args:
-        max_bytes: the budget of host memory held, on loan or idle. By default a quarter of what the machine
-            can give, looked at again every few seconds; when that is scarce, nothing idle is kept.
+        max_bytes: the budget of host memory held, on loan or idle; what exceeds it is served by memory that
+            the pool does not keep. By default a quarter of what the machine can give (64 MiB at least, 1 GiB
+            where it does not tell), looked at again every few seconds; when that is scarce, nothing idle is
+            kept.
         enable_profiling: adds figures by type of buffer to `get_stats`.
     """
 
@@ -50,6 +63,7 @@ class MemoryPool:
                 raise ValueError(
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
+        check_flag("enable_profiling", enable_profiling)
         self.max_bytes, self.enable_profiling = max_bytes, enable_profiling
         self._lock = threading.RLock()
         self._start_clean()
@@ -65,7 +79,7 @@ class MemoryPool:
         self._device_pools: dict[torch.device, Any] = {}
         self._reserved: dict[object, int] = {}  # bytes of buffers that are being allocated
         self.memory_is_scarce = False  # when the machine was last looked at
-        self._checked, self._budget = -math.inf, self.max_bytes or LEAST_BUDGET
+        self._checked, self._budget = -math.inf, self.max_bytes or UNKNOWN_BUDGET
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._types: dict[str, dict[str, int]] = {}
 
@@ -85,7 +99,7 @@ class MemoryPool:
         Args:
             placement: `tag`, `fit`, `pinned`, `alignment` and `numa`, as in `Placement`.
 
-        Raises ValueError for a buffer larger than the whole budget, torch.OutOfMemoryError without memory.
+        Raises ValueError for a buffer larger than `max_bytes`, torch.OutOfMemoryError without memory.
         """
         return self.lend(shape, dtype, device, zero_init=zero_init, **placement)[0]
 
@@ -102,13 +116,14 @@ class MemoryPool:
         shape, device, place = check_shape(shape), torch.device(device), Placement(**placement)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        check_flag("zero_init", zero_init)
         if device.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
             buffer, reused = self._unpooled(shape, dtype, device, place), False
         else:
             needed = needed_bytes(shape, dtype, place.alignment)
-            if needed > self._limit():
+            if self.max_bytes is not None and needed > self.max_bytes:
                 raise ValueError(
-                    f"a buffer of {needed} bytes does not fit the pool's budget of {self._budget} bytes"
+                    f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
                 )
             buffer, reused = self._pooled(shape, dtype, place)
         return (buffer.zero_() if zero_init else buffer), reused
@@ -176,25 +191,35 @@ class MemoryPool:
                 self._note_peak()
                 self._evict(limit)
 
-    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that outlives the call: pooled where fresh pages would cost time, if the budget allows."""
+    def lend_result(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, bool | None]:
+        """A tensor that outlives the call, and whether its memory had been used before.
+
+        Pooled only where fresh pages would cost time and the budget allows; None stands for not pooled.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < RESULT_BYTES or nbytes > self._limit():
-            return torch.empty(shape, dtype=dtype, device=device)
-        return self._pooled(shape, dtype, _RESULT)[0]
+        if device.type != "cpu" or nbytes < RESULT_BYTES or nbytes > self._limit():
+            return torch.empty(shape, dtype=dtype, device=device), None
+        return self._pooled(shape, dtype, _RESULT)
+
+    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.lend_result(shape, dtype, device)[0]
 
     # Cleaning up
 
     def clear(self, tag: str | None = None) -> int:
         """Frees everything idle (of one tag or slot, if given) and returns how many bytes that were."""
         if tag is None:
-            return self._evict(-1)  # not 0: empty buffers too
+            with self._lock:
+                self._device_pools.clear()  # a MemPool gives its memory back when nothing refers to it
+                return self._evict(-1)  # not 0: empty buffers too
         return self.trim(tag, 0) + self._clear_slots(tag)
 
     def trim(self, tag: str, keep: int) -> int:
         """Frees the least recently used idle buffers of a tag beyond `keep`; returns the bytes freed."""
         with self._lock:
-            idle = [block for block in self._blocks.values() if block.tag == tag and block.is_idle]
+            idle = [block for block in self._blocks.idle() if block.tag == tag]
             surplus = idle[: max(0, len(idle) - keep)]
             for block in surplus:
                 self._drop(block)
@@ -224,7 +249,7 @@ class MemoryPool:
         return before - self._held()
 
     def reset(self) -> None:
-        """Forgets everything, statistics too. Buffers on loan stay valid, but are the pool's no longer."""
+        """Forgets everything but its settings. Buffers on loan stay valid, but are the pool's no longer."""
         with self._lock:
             self._start_clean()
 
@@ -239,7 +264,7 @@ class MemoryPool:
         """Number and bytes of the idle buffers by tag; scratch of idle workspaces by slot."""
         figures: dict[str, tuple[int, int]] = {}
         with self._lock:
-            idle = [(block.tag, block.nbytes) for block in self._blocks.values() if block.is_idle]
+            idle = [(block.tag, block.nbytes) for block in self._blocks.idle()]
             for workspace in self._idle:
                 idle += [(slot, buffer.nbytes) for (slot, _), buffer in workspace.buffers.items()]
         for tag, size in idle:
@@ -256,11 +281,10 @@ class MemoryPool:
         asked for.
         """
         with self._lock:
-            idle = [block.is_idle for block in self._blocks.values()]
-            blocks = list(zip(self._blocks.values(), idle, strict=True))
-            cached = sum(block.nbytes for block, is_idle in blocks if is_idle)
+            idle = self._blocks.idle()
+            cached = sum(block.nbytes for block in idle)
             cached += sum(workspace.nbytes for workspace in self._idle)
-            lent = [block for block, is_idle in blocks if not is_idle]
+            lent = [block for block in list(self._blocks.values()) if block not in idle]
             total, lent_bytes = self._held(), sum(block.nbytes for block in lent)
             devices = {str(device): _device_figures(pool) for device, pool in self._device_pools.items()}
             requests, reused = self._counts["allocation_count"], self._counts["reuse_count"]
@@ -270,7 +294,7 @@ class MemoryPool:
                 "total_allocated": total,
                 "in_use_bytes": total - cached,
                 "cached_bytes": cached,
-                "cached_buffers": sum(idle) + sum(len(workspace.buffers) for workspace in self._idle),
+                "cached_buffers": len(idle) + sum(len(workspace.buffers) for workspace in self._idle),
                 "max_bytes": self.max_bytes or self._budget,
                 "reuse_rate": reused / requests if requests else 0.0,
                 "fragmentation": 1 - sum(b.requested for b in lent) / lent_bytes if lent_bytes else 0.0,
@@ -284,13 +308,16 @@ class MemoryPool:
             return stats
 
     def __repr__(self) -> str:
-        stats = self.get_stats()
+        # Without the lock: its owner may log, and wait for a handler that is formatting this very pool.
+        requests, reused = self._counts["allocation_count"], self._counts["reuse_count"]
         return (
-            f"MemoryPool({describe_bytes(stats['total_allocated'])} held, "
-            f"{describe_bytes(stats['cached_bytes'])} idle, reuse rate {stats['reuse_rate']:.1%})"
+            f"MemoryPool({describe_bytes(self._held())} held, {reused} of {requests} requests reused memory)"
         )
 
     # A pool holds a lock and this process's memory: a copy shares it, another process starts its own.
+
+    def __copy__(self) -> MemoryPool:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryPool:
         return self
@@ -313,8 +340,11 @@ class MemoryPool:
             block = self._blocks.find(needed, size, place)
             self._count(place.tag, nbytes, reused=block is not None)
             if block is not None:
+                try:
+                    buffer = tensor_in(block.storage, shape, dtype, place.alignment)
+                finally:
+                    block.is_claimed = False
                 self._blocks.touch(block, returned=False, requested=nbytes)
-                buffer = tensor_in(block.storage, shape, dtype, place.alignment)
             else:
                 self._evict(limit - size)
                 has_room = self._held() + size <= limit
@@ -335,7 +365,7 @@ class MemoryPool:
                 if storage is not None and not was_reset:
                     self._blocks.add(Block(storage, place.tag, size, nbytes))
                     self._note_peak()
-        return buffer, False
+        return fill_if_deterministic(buffer), False
 
     def _unpooled(
         self,
@@ -359,7 +389,7 @@ class MemoryPool:
         with self._lock:
             loose[key] = weakref.ref(buffer, lambda _: loose.pop(key, None))
             if not counted:
-                self._count(device.type, buffer.nbytes, reused=False)
+                self._count(place.tag, buffer.nbytes, reused=False)
         return buffer
 
     def _device_scope(self, device: torch.device) -> AbstractContextManager[object]:
@@ -398,12 +428,11 @@ class MemoryPool:
         """Frees idle memory, the least recently used first, until `limit` bytes are held. Takes the lock."""
         with self._lock:
             held = before = self._held()
-            for block in list(self._blocks.values()):
+            for block in self._blocks.idle() if held > limit else ():
                 if held <= limit:
                     break
-                if block.is_idle:
-                    self._drop(block)
-                    held -= block.nbytes
+                self._drop(block)
+                held -= block.nbytes
             while held > limit and self._idle:
                 held -= self._idle.pop(0).nbytes
                 self._counts["evictions"] += 1

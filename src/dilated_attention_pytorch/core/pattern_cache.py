@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .blocks import check_flag
+
 _T = TypeVar("_T")
 _logger = logging.getLogger("dilated_attention_pytorch")
 
@@ -57,9 +59,10 @@ class PatternCache:
         self.max_size = _positive_int("max_size", max_size)
         self.max_bytes = _positive_int("max_bytes", max_bytes)
         self.keep_after = _positive_int("keep_after", keep_after)
-        self.auto_tune = _flag("auto_tune", auto_tune)
-        self.cache_on_gpu = _flag("cache_on_gpu", cache_on_gpu)
-        self.enable_profiling = _flag("enable_profiling", enable_profiling)
+        check_flag("auto_tune", auto_tune)
+        check_flag("cache_on_gpu", cache_on_gpu)
+        check_flag("enable_profiling", enable_profiling)
+        self.auto_tune, self.cache_on_gpu, self.enable_profiling = auto_tune, cache_on_gpu, enable_profiling
         self._lock = threading.RLock()  # reentrant, because keys and values may run code of theirs under it
         self._forget()
         _caches.add(self)
@@ -365,10 +368,4 @@ def _nbytes(value: Any) -> int:
 def _positive_int(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
     return value

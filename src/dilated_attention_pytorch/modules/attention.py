@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
+from ..core.blocks import check_flag
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..functional import check_execution, dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
@@ -35,7 +36,7 @@ class DilatedAttention(nn.Module):
         device, dtype: what the inputs must have, checked when given. The module has no parameters of its own.
     """
 
-    choice: object = None  # of `create_dilated_attention`: what it chose and why
+    choice: Any = None  # of `create_dilated_attention`: what it chose and why
 
     def __init__(
         self,
@@ -71,8 +72,7 @@ class DilatedAttention(nn.Module):
             "use_pattern_cache": use_pattern_cache,
         }
         for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be a bool, got {flag!r}")
+            check_flag(name, flag)
         self.spec = DilatedSpec(
             segment_lengths,
             dilation_rates,
@@ -85,7 +85,6 @@ class DilatedAttention(nn.Module):
         )
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
-        self._memory = self._choose_memory()
         check_execution(kernel, workspace_bytes, self._memory, use_pattern_cache)
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
@@ -138,7 +137,8 @@ class DilatedAttention(nn.Module):
     def _memory_pool(self) -> MemoryPool | None:
         return get_global_memory_pool() if self.enable_memory_pool else None
 
-    def _choose_memory(self) -> str:
+    @property
+    def _memory(self) -> str:
         """The name of where a call's memory comes from, as the functional door takes it."""
         if self.lightweight_pool and not self.enable_memory_pool:
             raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
@@ -157,7 +157,6 @@ class DilatedAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._memory = self._choose_memory()  # a manager has another name in another process
         self._profile()
 
     def _check_declared(self, query: Tensor) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core import MemoryPool
-from ..core.attention_buffer_manager import AttentionBufferManager, check_flag, shared_buffer_manager
+from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
+from ..core.blocks import check_flag
 from .attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedAttention
 
 
@@ -65,10 +66,16 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
             )
         if buffer_manager is not None and not enable_buffer_manager:
             raise ValueError("a buffer_manager is used or not, got one and enable_buffer_manager=False")
-        if enable_buffer_manager and buffer_manager is None:
-            buffer_manager = shared_buffer_manager(
-                enable_buffer_reuse, enable_preallocation, *pooling.values()
+        if not enable_buffer_manager and (enable_preallocation or not enable_buffer_reuse):
+            raise ValueError(
+                "enable_buffer_reuse=False and enable_preallocation=True are for a buffer manager, got "
+                "enable_buffer_manager=False"
             )
+        if buffer_manager is not None:
+            _check_settings(buffer_manager, enable_buffer_reuse, enable_preallocation, **pooling)
+        if enable_buffer_manager and buffer_manager is None:
+            settings = Settings(enable_buffer_reuse, enable_preallocation, *pooling.values())
+            buffer_manager = shared_buffer_manager(settings)
         object.__setattr__(self, "buffer_manager", buffer_manager)
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
 
@@ -89,8 +96,9 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
             return super()._memory_pool
         return self.buffer_manager.pool
 
-    def _choose_memory(self) -> str:
-        return super()._choose_memory() if self.buffer_manager is None else self.buffer_manager.name
+    @property
+    def _memory(self) -> str:
+        return super()._memory if self.buffer_manager is None else self.buffer_manager.name
 
     def _profile(self) -> None:
         manager = self.buffer_manager
@@ -98,3 +106,23 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
             super()._profile()
         if manager is not None and self.enable_profiling:
             manager.enable_profiling = True
+
+
+def _check_settings(
+    manager: AttentionBufferManager,
+    enable_buffer_reuse: bool,
+    enable_preallocation: bool,
+    lightweight_pool: bool,
+    enable_profiling: bool,
+    enable_memory_pool: bool,
+) -> None:
+    """A manager of the user's has settings of its own: what is asked for besides must be what it does."""
+    settings = manager.settings
+    contradictions = {
+        "enable_buffer_reuse=False": not enable_buffer_reuse and settings.enable_reuse,
+        "enable_preallocation=True": enable_preallocation and not settings.enable_preallocation,
+        "lightweight_pool=True": lightweight_pool and not settings.lightweight,
+        "enable_memory_pool=True": enable_memory_pool and not settings.is_pooled,
+    }
+    if asked := [name for name, contradicts in contradictions.items() if contradicts]:
+        raise ValueError(f"the settings of a buffer_manager are its own, got {', '.join(asked)} against them")
