@@ -79,7 +79,7 @@ def test_sizes_are_the_documented_ones() -> None:
 def test_pooled_memory_is_measured_from_short_to_long() -> None:
     cases = SUITES["pool"]
     lengths = {n for case in cases if isinstance(case, PoolCase) for _, n in case.calls}
-    assert lengths >= {512, 8192, 262144}
+    assert lengths >= {512, 4096, 32768, 262144}
     assert {case.backward for case in cases if isinstance(case, PoolCase)} == {False, True}
     for case in cases:
         assert isinstance(case, PoolCase)

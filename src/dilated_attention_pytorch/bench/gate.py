@@ -22,7 +22,7 @@ from .cases import Case, Config, PoolCase, TimeCase
 TOLERANCE = 2e-5  # of float32 inputs against float64 results, absolute below 1 and relative above
 REDUCED_LENGTH = 256
 ROWS_PER_CALL = 8
-LONGEST_CHECKED = 65536
+LONGEST_CHECKED = 32768
 
 
 class WrongAnswerError(Exception):

@@ -41,7 +41,7 @@ def _run_pool(case: PoolCase, repeats: int, error: float, say: Callable[[str], N
     seconds = {name: timing.seconds for name, timing in timings.items()}
     counts: dict[str, int] = {}
     why_not = None
-    for memory in ("fresh", "pool", "lightweight", "manager"):
+    for memory in ("fresh", "pool", "manager"):
         measured = measure_in_child(case, repeats, memory)
         why_not = why_not or measured.why_not
         if measured.error is not None:
