@@ -71,10 +71,10 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
                 "enable_buffer_reuse=False and enable_preallocation=True are for a buffer manager, got "
                 "enable_buffer_manager=False"
             )
+        settings = Settings(enable_buffer_reuse, enable_preallocation, *pooling.values())
         if buffer_manager is not None:
-            _check_settings(buffer_manager, enable_buffer_reuse, enable_preallocation, **pooling)
-        if enable_buffer_manager and buffer_manager is None:
-            settings = Settings(enable_buffer_reuse, enable_preallocation, *pooling.values())
+            _check_settings(buffer_manager, settings)
+        elif enable_buffer_manager:
             buffer_manager = shared_buffer_manager(settings)
         object.__setattr__(self, "buffer_manager", buffer_manager)
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
@@ -108,21 +108,15 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
             manager.enable_profiling = True
 
 
-def _check_settings(
-    manager: AttentionBufferManager,
-    enable_buffer_reuse: bool,
-    enable_preallocation: bool,
-    lightweight_pool: bool,
-    enable_profiling: bool,
-    enable_memory_pool: bool,
-) -> None:
+def _check_settings(manager: AttentionBufferManager, asked: Settings) -> None:
     """A manager of the user's has settings of its own: what is asked for besides must be what it does."""
-    settings = manager.settings
+    own = manager.settings
     contradictions = {
-        "enable_buffer_reuse=False": not enable_buffer_reuse and settings.enable_reuse,
-        "enable_preallocation=True": enable_preallocation and not settings.enable_preallocation,
-        "lightweight_pool=True": lightweight_pool and not settings.lightweight,
-        "enable_memory_pool=True": enable_memory_pool and not settings.is_pooled,
+        "enable_buffer_reuse=False": own.enable_reuse and not asked.enable_reuse,
+        "enable_preallocation=True": asked.enable_preallocation and not own.enable_preallocation,
+        "lightweight_pool=True": asked.lightweight and not own.lightweight,
+        "enable_memory_pool=True": asked.is_pooled and not own.is_pooled,
     }
-    if asked := [name for name, contradicts in contradictions.items() if contradicts]:
-        raise ValueError(f"the settings of a buffer_manager are its own, got {', '.join(asked)} against them")
+    if against := [name for name, contradicts in contradictions.items() if contradicts]:
+        names = ", ".join(against)
+        raise ValueError(f"the settings of a buffer_manager are its own, got {names} against them")
