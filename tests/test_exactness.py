@@ -55,13 +55,13 @@ def test_float32(config: Configuration) -> None:
 
 
 @settings(max_examples=80)
-@given(configurations(max_n=200))
+@given(configurations(max_n=200, tiny_workspaces=False))
 def test_bfloat16(config: Configuration) -> None:
     check_against_reference(config, torch.bfloat16)
 
 
 @settings(max_examples=80)
-@given(configurations(max_n=200))
+@given(configurations(max_n=200, tiny_workspaces=False))
 def test_float16(config: Configuration) -> None:
     check_against_reference(config, torch.float16)
 
