@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
@@ -54,10 +55,8 @@ def test_float32(config: Configuration) -> None:
     check_against_reference(config, torch.float32)
 
 
-# The backward pass starts from an output rounded to half precision. With one feature a head nothing averages
-# that out, and the worst of many thousand values can exceed the table, as it does in any flash attention.
 @settings(max_examples=80)
-@given(configurations(max_n=200, least_d=8))
+@given(configurations(max_n=200))
 def test_bfloat16(config: Configuration) -> None:
     check_against_reference(config, torch.bfloat16)
 
@@ -65,6 +64,33 @@ def test_bfloat16(config: Configuration) -> None:
 @settings(max_examples=80)
 @given(configurations(max_n=200, least_d=8))
 def test_float16(config: Configuration) -> None:
+    check_against_reference(config, torch.float16)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="dq is off by 5.5e-3, and the table allows 4e-3"
+)
+def test_float16_with_one_feature_a_head() -> None:
+    config = Configuration(
+        b=1,
+        n=144,
+        h=10,
+        h_kv=5,
+        d=1,
+        branches=((105, 10), (90, 12), (65, 3), (137, 12), (121, 1)),
+        is_causal=True,
+        head_mixing="all",
+        head_offsets="interleaved",
+        tail="exact",
+        detach_mixing=False,
+        scale=None,
+        masked=True,
+        docs=None,
+        layout="strided_features",
+        workspace_bytes=2**25,
+        memory="fresh",
+        seed=33831,
+    )
     check_against_reference(config, torch.float16)
 
 
