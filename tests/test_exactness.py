@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from torch import Tensor
@@ -24,18 +26,35 @@ def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: s
     if config.seed % 2:  # most callers never touch lse: its gradient then is absent, not zero
         grad_lse.zero_()
 
-    def run(attention: object, tensors: tuple[Tensor, ...], **options: object) -> list[Tensor]:
+    def run(
+        attention: Callable[..., tuple[Tensor, Tensor]],
+        tensors: tuple[Tensor, ...],
+        weight_lse: Callable[[Tensor], Tensor],
+        **options: Any,
+    ) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out, lse = attention(*leaves, *branches, return_lse=True, **config.options(), **options)  # type: ignore[operator]
-        loss = (out * grad_out.to(out.dtype)).sum()
-        if grad_lse.any():
-            loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(grad_lse.to(lse.dtype)).sum()
+        out, lse = attention(*leaves, *branches, return_lse=True, **config.options(), **options)
+        loss, weight = (out * grad_out.to(out.dtype)).sum(), weight_lse(out.detach())
+        if weight.any():
+            loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(weight.to(lse.dtype)).sum()
         return [out, lse, *torch.autograd.grad(loss, leaves)]
+
+    def after_rounding(out: Tensor) -> Tensor:
+        """The weight of lse that makes an exact backward one that starts from the output as it was saved.
+
+        Backward has dS = P * (dP - rowsum(grad_out * out) + grad_lse) of `out` in the dtype of q. That
+        rounding is the dtype's, not the engine's, and dominates where a head has few features.
+        """
+        if dtype.itemsize > 2 or config.detach_mixing:
+            return grad_lse
+        lost = out - actual[0].detach().to(out.dtype)
+        return grad_lse + (lost * grad_out.to(out.dtype)).sum(-1).transpose(1, 2)
 
     tensors = config.tensors(dtype)
     execution = {"workspace_bytes": config.workspace_bytes, "memory": config.memory}
-    actual = run(dilated_attention, tensors, kernel=kernel, **execution)
-    expected = run(dilated_attention_reference, tuple(x.to(torch.float64) for x in tensors))
+    actual = run(dilated_attention, tensors, lambda _: grad_lse, kernel=kernel, **execution)
+    doubles = tuple(x.to(torch.float64) for x in tensors)
+    expected = run(dilated_attention_reference, doubles, after_rounding)
     assert actual[0].dtype == dtype
     assert actual[0].is_contiguous()
     assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -62,14 +81,11 @@ def test_bfloat16(config: Configuration) -> None:
 
 
 @settings(max_examples=80)
-@given(configurations(max_n=200, least_d=8))
+@given(configurations(max_n=200))
 def test_float16(config: Configuration) -> None:
     check_against_reference(config, torch.float16)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="dq is off by 5.5e-3, and the table allows 4e-3"
-)
 def test_float16_with_one_feature_a_head() -> None:
     config = Configuration(
         b=1,

@@ -35,11 +35,13 @@ class Inputs:
     def accumulate_dtype(self) -> torch.dtype:
         return torch.promote_types(self.q.dtype, torch.float32)
 
-    def pack(
-        self, slot: str, view: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> Tensor:
+    @property
+    def tile_dtype(self) -> torch.dtype:
+        return self.accumulate_dtype if self.kernel.widens else self.q.dtype
+
+    def pack(self, slot: str, view: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of `shape` with the view's elements; no copy where the view already is one."""
-        dtype = dtype or view.dtype
+        dtype = self.tile_dtype
         if view.is_contiguous() and view.dtype == dtype:
             return view.view(shape)
         packed = self.workspace.take(slot, shape, dtype, view.device)
@@ -177,7 +179,7 @@ def _tile_gradients(
     tile_lse = tile.query_view(lse.transpose(1, 2)).reshape(rows)
     # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
     tile_lse = tile_lse.masked_fill(tile_lse == -math.inf, math.inf)
-    tile_out = inputs.pack("out", tile.query_view(out, out_origin), shape, q.dtype)
+    tile_out = inputs.pack("out", tile.query_view(out, out_origin), shape)
     tile_grad = inputs.pack("grad_out", tile.query_view(grad_out), shape)
     tile_grad_lse = None if grad_lse is None else tile.query_view(grad_lse.transpose(1, 2)).reshape(rows)
     return inputs.kernel.backward(tile_grad, tile_grad_lse, q, k, v, tile_out, tile_lse, how)

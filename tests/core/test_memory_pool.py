@@ -297,6 +297,9 @@ class NeverTwice(RuleBasedStateMachine):
         assert (stats["allocation_count"], stats["deallocation_count"]) == (self.requests, self.returns)
         blocks = self.pool._blocks
         seen = {storage_of(x)._cdata for loan in self.loans for x in (*loan.tensors, *loan.storages)}
+        # A view keeps the tensor it was taken of, also when the view itself was returned and is empty.
+        bases = [view._base for loan in self.loans for view in loan.views if view._base is not None]
+        seen |= {storage_of(base)._cdata for base in bases}
         for loan in self.loans:
             for _, loss in loan.graphs:  # sum(leaf * buffer) saved the buffer
                 seen.add(loss.grad_fn.next_functions[0][0]._saved_other.untyped_storage()._cdata)

@@ -88,12 +88,12 @@ class Configuration:
 
 
 @st.composite
-def configurations(draw: st.DrawFn, max_n: int = 600, least_d: int = 1) -> Configuration:
+def configurations(draw: st.DrawFn, max_n: int = 600) -> Configuration:
     n = draw(st.one_of(st.integers(1, 64), st.integers(1, max_n)))
     h_kv, group = draw(st.sampled_from([(a, g) for a in range(1, 13) for g in range(1, 13) if a * g <= 12]))
     packed = draw(st.integers(0, 3)) == 0
     cuts = draw(st.lists(st.integers(0, n), max_size=4)) if packed else []
-    d = draw(st.sampled_from([d for d in (1, 3, 8, 40, 64) if d >= least_d]))
+    d = draw(st.sampled_from([1, 3, 8, 40, 64]))
     branch = st.tuples(st.integers(1, max(2, n + n // 4)), st.integers(1, 16))
     return Configuration(
         b=1 if packed else draw(st.integers(1, 3)),

@@ -57,3 +57,4 @@ class Kernel(NamedTuple):
     why_not: Callable[[Request], str | None]
     forward: Forward
     backward: Backward
+    widens: bool = False  # half precision reaches it as float32 tiles

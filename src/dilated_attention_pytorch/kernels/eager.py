@@ -139,4 +139,4 @@ def _keep(probs: Tensor, p: float, noise: torch.Generator) -> Tensor:
     return kept.to(probs.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
-EAGER = Kernel("eager", _why_not, _forward, _backward)
+EAGER = Kernel("eager", _why_not, _forward, _backward, widens=True)

@@ -161,11 +161,11 @@ def _build_plan(
 ) -> Plan:
     bounds = (0, shape.n) if docs is None else docs
     spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
-    accumulates = itemsize < 4
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
     # Packed inputs and kernel results per query and per key row in backward; forward, with half of them,
-    # keeps to the same tiles: they stay in cache, and dropout can draw its masks again.
-    row_bytes = shape.d * (4 * itemsize + (4 if accumulates else 0))
+    # keeps to the same tiles: they stay in cache, and dropout can draw its masks again. Kernels may take half
+    # precision as float32.
+    row_bytes = shape.d * 4 * max(4, itemsize)
     scratch_bytes = scratch_rows * shape.d * max(4, itemsize)
     blocks = _panel_blocks(spec, shape, spans, scratch_bytes, budget)
     builder = _TileBuilder(spec, shape, row_bytes, budget)
