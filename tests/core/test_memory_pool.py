@@ -1504,6 +1504,27 @@ def test_a_signal_handler_gets_its_own_memory() -> None:
     check_consistent(pool)
 
 
+@pytest.mark.parametrize("moment", ["idle", "pop"])
+def test_a_request_in_the_middle_of_a_drop(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that allocates after the idle blocks were listed, or while one of them leaves."""
+    pool, got = MemoryPool(), []
+    pool.allocate((100,))
+    real = getattr(blocks_module.Blocks, moment)
+
+    def interrupted(self: blocks_module.Blocks, *args: Any) -> Any:
+        found = real(self, *args) if moment == "idle" else None
+        monkeypatch.setattr(blocks_module.Blocks, moment, real)
+        got.append(pool.allocate((100,)))
+        return found if moment == "idle" else real(self, *args)
+
+    monkeypatch.setattr(blocks_module.Blocks, moment, interrupted)
+    freed = pool.trim("buffer", 0)
+    assert freed == (0 if moment == "idle" else 512)
+    check_consistent(pool)
+    pool.deallocate(got.pop())
+    check_consistent(pool)
+
+
 def test_the_pool_can_be_logged_while_it_is_locked() -> None:
     pool, text = MemoryPool(), []
     with pool._lock:

@@ -112,11 +112,12 @@ class Blocks(OrderedDict[int, Block]):
             if block.is_claimed:
                 continue
             block.is_claimed = True
-            if block.is_idle:
-                if block.is_sound:
-                    return block
+            if not block.is_idle:
+                block.is_claimed = False
+            elif block.is_sound:
+                return block
+            else:
                 self.drop(block)
-            block.is_claimed = False
         return None
 
     def holding(self, buffer: Tensor) -> Block | None:
@@ -141,7 +142,19 @@ class Blocks(OrderedDict[int, Block]):
         self.move_to_end(block.cdata)
         self.buckets[block.tag, block.nbytes].move_to_end(block.cdata, last=returned)
 
+    def drop_idle(self, block: Block) -> bool:
+        """Drops a block unless somebody, if only a signal handler, has got hold of it since it was found."""
+        if block.is_claimed:
+            return False
+        block.is_claimed = True
+        if block.is_idle:
+            self.drop(block)
+            return True
+        block.is_claimed = False
+        return False
+
     def drop(self, block: Block) -> None:
+        block.is_claimed = True  # for good: nobody may find it halfway out
         if self.pop(block.cdata, None) is None:
             return
         bucket = self.buckets[block.tag, block.nbytes]

@@ -137,7 +137,8 @@ class MemoryPool:
             if block is not None and not block.returned:
                 self._blocks.touch(block, returned=True, requested=block.requested)
                 if not block.is_sound:
-                    self._drop(block)
+                    self._blocks.drop(block)
+                    self._counts["evictions"] += 1
             elif block is not None or self._loose.pop(id(buffer), None) is None:
                 raise ValueError(
                     f"a tensor of shape {tuple(buffer.shape)} is not on loan from this pool: it was returned "
@@ -220,10 +221,7 @@ class MemoryPool:
         """Frees the least recently used idle buffers of a tag beyond `keep`; returns the bytes freed."""
         with self._lock:
             idle = [block for block in self._blocks.idle() if block.tag == tag]
-            surplus = idle[: max(0, len(idle) - keep)]
-            for block in surplus:
-                self._drop(block)
-            return sum(block.nbytes for block in surplus)
+            return sum(block.nbytes for block in idle[: max(0, len(idle) - keep)] if self._drop_idle(block))
 
     def _clear_slots(self, name: str) -> int:
         """Frees scratch of idle workspaces by the name of its slot."""
@@ -431,16 +429,16 @@ class MemoryPool:
             for block in self._blocks.idle() if held > limit else ():
                 if held <= limit:
                     break
-                self._drop(block)
-                held -= block.nbytes
+                held -= block.nbytes if self._drop_idle(block) else 0
             while held > limit and self._idle:
                 held -= self._idle.pop(0).nbytes
                 self._counts["evictions"] += 1
             return before - held
 
-    def _drop(self, block: Block) -> None:
-        self._blocks.drop(block)
-        self._counts["evictions"] += 1
+    def _drop_idle(self, block: Block) -> bool:
+        dropped = self._blocks.drop_idle(block)
+        self._counts["evictions"] += dropped
+        return dropped
 
     def _note_peak(self) -> None:
         self._counts["peak_allocated"] = max(self._counts["peak_allocated"], self._held())
