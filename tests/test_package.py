@@ -20,10 +20,14 @@ DOORS = {"improved_dilated_attention_v2"}
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
     {"spec", "core"},
+    {"sparse_spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine"},
+    {"block_engine"},
     {"ops"},
-    {"functional"},
+    {"block_ops"},
+    {"checks"},
+    {"functional", "block_sparse"},
     {"attention_maps", "modules"},
     {"factory"},
     DOORS,

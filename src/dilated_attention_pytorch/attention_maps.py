@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .functional import check_inputs
+from .checks import check_inputs
 from .ops import document_bounds, without_autocast
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail

@@ -57,17 +57,23 @@ class Inputs:
         if self.key_mask is not None:
             rows = self.key_mask.unsqueeze(-1).expand(-1, -1, self.k.shape[2])
             mask = tile.key_view(rows).reshape(tile.k_shape(d)[:3])
-            if bool(mask.all()):
-                mask = None
-            else:
-                # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
-                hidden = ~mask.unsqueeze(-1)
-                k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+        return q, *self.how(k, v, mask, tile.index, tile.is_causal)
+
+    def how(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, index: int, is_causal: bool
+    ) -> tuple[Tensor, Tensor, How]:
+        """Packed keys and values (B, H_kv, M, d) with their mask (B, H_kv, M), ready for the kernel."""
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is not None:
+            # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
+            hidden = ~mask.unsqueeze(-1)
+            k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         dropout = None
         if self.dropout_p:
-            seed = (self.seed + tile.index * 0x9E3779B97F4A7C15) % 2**63  # far apart for neighbouring tiles
+            seed = (self.seed + index * 0x9E3779B97F4A7C15) % 2**63  # far apart for neighbouring tiles
             dropout = Dropout(self.dropout_p, seed)
-        return q, k, v, How(tile.is_causal, self.scale, mask, dropout)
+        return k, v, How(is_causal, self.scale, mask, dropout)
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:

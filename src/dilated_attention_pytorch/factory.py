@@ -11,8 +11,7 @@ import torch
 
 from .core.host_memory import describe_bytes, device_memory
 from .modules import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
-from .modules.attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .spec import DilatedSpec
+from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from .core.sources import find_source
 from .core.workspace import Workspace
 from .kernels import Request, choose_kernel
 from .plan import Plan, Shape, plan_dilated
-from .plan.dilated import Pass
+from .plan.shape import Pass
 from .spec import DilatedSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Options(NamedTuple):
@@ -48,6 +51,7 @@ class Options(NamedTuple):
 
 
 _T = TypeVar("_T")
+_O = TypeVar("_O", bound="RunOptions")
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
 _DROPOUT_P = Options._fields.index("dropout_p")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
@@ -81,7 +85,7 @@ def dilated_attention_op(
         return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed, workspace))
 
     with without_autocast(q.device):
-        return _with_memory(Options(*raw), q.device, attend)
+        return with_memory(Options(*raw), q.device, attend)
 
 
 @torch.library.custom_op(
@@ -111,10 +115,22 @@ def dilated_attention_backward_op(
         return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
 
     with without_autocast(q.device):
-        return _with_memory(Options(*raw), q.device, attend)
+        return with_memory(Options(*raw), q.device, attend)
 
 
-def _with_memory(options: Options, device: torch.device, attend: Callable[[Options, Workspace], _T]) -> _T:
+class RunOptions(Protocol):
+    """What the options of all attention ops have in common."""
+
+    @property
+    def dropout_p(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def memory(self) -> str: ...
+    def _replace(self, *, workspace_bytes: int) -> Self: ...
+
+
+def with_memory(options: _O, device: torch.device, attend: Callable[[_O, Workspace], _T]) -> _T:
     """Attends with a workspace from where the options say.
 
     A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller

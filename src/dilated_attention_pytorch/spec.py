@@ -12,6 +12,8 @@ from typing import Literal, get_args
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
 Tail = Literal["exact", "phantom"]
+DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
+DEFAULT_DILATION_RATES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ class DilatedSpec:
                 f"{len(self.segment_lengths)} and {len(self.dilation_rates)}"
             )
         if self.scale is not None:
-            set_field(self, "scale", _finite_float("scale", self.scale))
-        set_field(self, "dropout_p", _finite_float("dropout_p", self.dropout_p))
+            set_field(self, "scale", finite_float("scale", self.scale))
+        set_field(self, "dropout_p", finite_float("dropout_p", self.dropout_p))
         if not 0.0 <= self.dropout_p <= 1.0:
             raise ValueError(f"dropout_p must lie between 0 and 1, got {self.dropout_p}")
-        _one_of("head_mixing", self.head_mixing, get_args(HeadMixing))
-        _one_of("head_offsets", self.head_offsets, get_args(HeadOffsets))
-        _one_of("tail", self.tail, get_args(Tail))
+        one_of("head_mixing", self.head_mixing, get_args(HeadMixing))
+        one_of("head_offsets", self.head_offsets, get_args(HeadOffsets))
+        one_of("tail", self.tail, get_args(Tail))
         for name in ("is_causal", "detach_mixing"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -77,7 +79,7 @@ def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ..
     return tuple(numbers)
 
 
-def _finite_float(name: str, value: float) -> float:
+def finite_float(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
@@ -89,6 +91,6 @@ def _finite_float(name: str, value: float) -> float:
     return number
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -6,6 +6,7 @@ from .attention_buffer_manager import (
     BufferType,
     create_attention_buffer_manager,
 )
+from .block_patterns import PersistentPatternCache, get_block_pattern_cache
 from .memory_pool import MemoryPool, get_global_memory_pool, reset_global_memory_pool
 from .pattern_cache import PatternCache, get_global_pattern_cache, reset_global_pattern_cache
 
@@ -15,7 +16,9 @@ __all__ = [
     "BufferType",
     "MemoryPool",
     "PatternCache",
+    "PersistentPatternCache",
     "create_attention_buffer_manager",
+    "get_block_pattern_cache",
     "get_global_memory_pool",
     "get_global_pattern_cache",
     "reset_global_memory_pool",

@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_execution
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
 from ..core.blocks import check_flag
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
-from ..functional import check_execution, dilated_attention
+from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
-
-DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
-DEFAULT_DILATION_RATES = (1, 2, 4)
+from ..spec import (
+    DEFAULT_DILATION_RATES,
+    DEFAULT_SEGMENT_LENGTHS,
+    DilatedSpec,
+    HeadMixing,
+    HeadOffsets,
+    Tail,
+)
 
 
 class DilatedAttention(nn.Module):

@@ -8,7 +8,8 @@ from typing import Any
 from ..core import MemoryPool
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
 from ..core.blocks import check_flag
-from .attention import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedAttention
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .attention import DilatedAttention
 
 
 class ImprovedDilatedAttention(DilatedAttention):

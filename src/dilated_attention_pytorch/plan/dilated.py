@@ -11,13 +11,14 @@ from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..core.pattern_cache import PatternCache
 from ..spec import DilatedSpec
 from .heads import Head, HeadBox, branch_heads, even_parts, fold_heads
+from .shape import Pass, Shape
 from .tiles import Origin, Tile
 
 MAX_GRID = 65535  # CUDA launches fail beyond this many batches or heads
@@ -26,18 +27,6 @@ MIN_ROWS = 16  # shorter pieces would be all overhead, whatever the workspace
 GOOD_ROWS = 1024  # query heads that share keys are split over tiles before their rows get shorter than this
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
 _TILE_BYTES, _PANEL_BYTES = 450, 300  # of the Python objects, as tracemalloc sees them
-
-Pass = Literal["forward", "backward"]
-
-
-class Shape(NamedTuple):
-    """Sizes of a call: q is (b, n, h, d), k and v are (b, n, h_kv, d)."""
-
-    b: int
-    n: int
-    h: int
-    h_kv: int
-    d: int
 
 
 @dataclass(frozen=True, slots=True)

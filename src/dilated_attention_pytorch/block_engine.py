@@ -1,0 +1,252 @@
+"""Runs a block plan: gathers each panel's key blocks, calls the kernel, merges. No autograd, no globals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .engine import Inputs
+from .kernels import How
+from .merge import merge_
+from .plan.block_sparse import BlockPlan, Lane, Panel, Tile
+from .plan.shape import Pass, Shape
+
+
+def forward(plan: BlockPlan, inputs: Inputs, workspace_bytes: int) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
+    q, workspace = inputs.q, inputs.workspace
+    out = workspace.result(q.shape, q.dtype, q.device)
+    lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
+    keys = _Keys.of(plan, inputs)
+    for lane in _lanes(plan, inputs, workspace_bytes, "forward"):
+        for panel in lane.panels:
+            queries = _Rows(panel, plan.pattern.block_size)
+            part, part_lse = _attend(panel, queries, inputs, keys)
+            queries.write(out, part)
+            queries.write(lse.transpose(1, 2), part_lse)
+    return out, lse
+
+
+def backward(
+    plan: BlockPlan,
+    inputs: Inputs,
+    workspace_bytes: int,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
+    tensors = (inputs.q, inputs.k, inputs.v)
+    dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
+    keys, merged = _Keys.of(plan, inputs), _Merged(out, lse, grad_out, grad_lse)
+    for lane in _lanes(plan, inputs, workspace_bytes, "backward"):
+        sums = _KeySums(plan, lane, inputs)
+        for panel in lane.panels:
+            queries = _Rows(panel, plan.pattern.block_size)
+            queries.write(dq, _panel_gradients(panel, queries, inputs, keys, merged, sums))
+        sums.write(dk, dv)
+    return dq, dk, dv
+
+
+def _lanes(plan: BlockPlan, inputs: Inputs, workspace_bytes: int, direction: Pass) -> Iterator[Lane]:
+    b, n, h, d = inputs.q.shape
+    # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
+    direction = "backward" if inputs.dropout_p else direction
+    shape = Shape(b, n, h, inputs.k.shape[2], d)
+    return plan.lanes(shape, inputs.accumulate_dtype.itemsize, workspace_bytes, direction)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """What the forward left, and the gradients of it."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The query rows of a panel, packed as (key heads x rows, query heads a key head, tokens, ...)."""
+
+    panel: Panel
+    block_size: int
+
+    def read(self, slot: str, x: Tensor, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+        """Packs the rows of a tensor (b, n, h, ...)."""
+        panel, rest = self.panel, x.shape[3:]
+        shape = (panel.num_kv, panel.num_rows, panel.group, panel.q_len, *rest)
+        packed = inputs.workspace.take(slot, shape, dtype, x.device)
+        for at, view in self._views(x):
+            packed[:, at : at + view.shape[1]].copy_(view)
+        return packed.view(panel.num_kv * panel.num_rows, panel.group, panel.q_len, *rest)
+
+    def write(self, x: Tensor, packed: Tensor) -> None:
+        """The rows of a tensor (b, n, h, ...) take the packed values."""
+        panel = self.panel
+        parts = packed.view(panel.num_kv, panel.num_rows, panel.group, panel.q_len, *x.shape[3:])
+        for at, view in self._views(x):
+            view.copy_(parts[:, at : at + view.shape[1]])
+
+    def _views(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each run's place among the rows and view (key heads, rows, query heads a key head, tokens, ...)."""
+        panel, at = self.panel, 0
+        heads = x[panel.batch, :, panel.head : panel.head + panel.num_kv * panel.group]
+        for first, count in panel.runs:
+            start = first * self.block_size
+            view = heads[start : start + count * panel.q_len]
+            view = view.unflatten(1, (panel.num_kv, panel.group))  # type: ignore[no-untyped-call]
+            view = view.unflatten(0, (count, panel.q_len))
+            yield at, view.movedim((2, 0, 3, 1), (0, 1, 2, 3))
+            at += count
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys and values as rows of d features, to gather by number."""
+
+    k: _FlatRows
+    v: _FlatRows
+    inputs: Inputs
+    block_size: int
+
+    @classmethod
+    def of(cls, plan: BlockPlan, inputs: Inputs) -> _Keys:
+        return cls(_FlatRows.of(inputs.k), _FlatRows.of(inputs.v), inputs, plan.pattern.block_size)
+
+    def gather(self, panel: Panel, tile: Tile, number: int) -> tuple[Tensor, Tensor, How]:
+        """k and v (key heads x rows, 1, keys, d) of a tile, and how to attend them."""
+        inputs, device = self.inputs, self.inputs.k.device
+        within = torch.arange(self.block_size, device=device)
+        tokens = tile.columns.to(device).mul(self.block_size).unsqueeze(-1) + within
+        tokens = tokens.flatten(1)[:, : tile.k_len]
+        index = self.k.index(panel, tokens)
+        k = self.k.gather("key", index, inputs)
+        v = self.v.gather(
+            "value", index if self.v.same_steps(self.k) else self.v.index(panel, tokens), inputs
+        )
+        mask = None
+        if inputs.key_mask is not None:
+            mask = inputs.key_mask[panel.batch][tokens].repeat(panel.num_kv, 1).unsqueeze(1)
+        shape = (panel.num_kv * panel.num_rows, 1, tile.k_len, k.shape[-1])
+        return inputs.how(k.view(shape), v.view(shape), mask, panel.index * 2**16 + number, tile.is_causal)
+
+
+@dataclass(frozen=True)
+class _FlatRows:
+    """A tensor (b, n, heads, d) as rows of d features, and the steps between them."""
+
+    rows: Tensor
+    batch: int
+    time: int
+    head: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _FlatRows:
+        d, axes = x.shape[-1], list(zip(x.shape[:3], x.stride(), strict=False))
+        if x.stride(-1) != 1 or any(step % d for size, step in axes if size > 1):
+            x = x.contiguous()
+            axes = list(zip(x.shape[:3], x.stride(), strict=False))
+        steps = [step // d if size > 1 else 0 for size, step in axes]  # an axis of length 1 may have any step
+        count = 1 + sum((size - 1) * step for (size, _), step in zip(axes, steps, strict=True))
+        return cls(x.as_strided((count, d), (d, 1)), *steps)
+
+    def same_steps(self, other: _FlatRows) -> bool:
+        return (self.batch, self.time, self.head) == (other.batch, other.time, other.head)
+
+    def index(self, panel: Panel, tokens: Tensor) -> Tensor:
+        """The numbers of the rows of `tokens` (rows, keys) for each of the panel's key heads, in one line."""
+        index = tokens * self.time if self.time != 1 else tokens
+        start = panel.batch * self.batch + panel.kv * self.head
+        if panel.num_kv == 1:
+            return (index + start if start else index).flatten()
+        heads = torch.arange(panel.num_kv, device=tokens.device) * self.head + start
+        return (index + heads[:, None, None]).flatten()
+
+    def gather(self, slot: str, index: Tensor, inputs: Inputs) -> Tensor:
+        """The rows of the given numbers, in the dtype of tiles."""
+        shape, dtype, device = (index.numel(), self.rows.shape[1]), self.rows.dtype, self.rows.device
+        # In their own dtype first: index_select converts nothing.
+        name = slot if dtype == inputs.tile_dtype else f"{slot}_{dtype}"
+        gathered = inputs.workspace.take(name, shape, dtype, device)
+        torch.index_select(self.rows, 0, index, out=gathered)
+        if dtype == inputs.tile_dtype:
+            return gathered
+        return inputs.workspace.take(slot, shape, inputs.tile_dtype, device).copy_(gathered)
+
+
+class _KeySums:
+    """Sums of a lane's key and value gradients, block by block in accumulation precision."""
+
+    def __init__(self, plan: BlockPlan, lane: Lane, inputs: Inputs) -> None:
+        self.lane, self.blocks, self.size = lane, plan.pattern.rows, plan.pattern.block_size
+        d, device = inputs.k.shape[-1], inputs.k.device
+        shape = (lane.num_kv * self.blocks, self.size * d)
+        self.dk, self.dv = (
+            inputs.workspace.take(slot, shape, inputs.accumulate_dtype, device).zero_()
+            for slot in ("acc_dk", "acc_dv")
+        )
+
+    def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
+        columns = tile.columns.to(dk.device)
+        lane = torch.arange(self.lane.num_kv, device=dk.device)[:, None, None] * self.blocks
+        index = (columns + lane).flatten()
+        full = columns.shape[1] * self.size
+        for total, part in ((self.dk, dk), (self.dv, dv)):
+            if tile.k_len < full:
+                part = torch.nn.functional.pad(part, (0, 0, 0, full - tile.k_len))
+            total.index_add_(0, index, part.to(total.dtype).reshape(index.numel(), -1))
+
+    def write(self, dk: Tensor, dv: Tensor) -> None:
+        lane, n = self.lane, dk.shape[1]
+        for total, result in ((self.dk, dk), (self.dv, dv)):
+            rows = total.view(lane.num_kv, self.blocks * self.size, -1)[:, :n]
+            result[lane.batch, :, lane.kv : lane.kv + lane.num_kv].copy_(rows.transpose(0, 1))
+
+
+def _attend(panel: Panel, queries: _Rows, inputs: Inputs, keys: _Keys) -> tuple[Tensor, Tensor]:
+    """The panel's (out, lse), packed; rows without keys give 0 and -inf."""
+    q = queries.read("query", inputs.q, inputs, inputs.tile_dtype)
+    out, lse = None, None
+    for number, tile in enumerate(panel.tiles):
+        part, part_lse = inputs.kernel.forward(q, *keys.gather(panel, tile, number))
+        if out is None or lse is None:
+            out, lse = part.to(inputs.accumulate_dtype) if len(panel.tiles) > 1 else part, part_lse
+        else:
+            merge_(out, lse, part, part_lse, maybe_empty=inputs.key_mask is not None)
+    if out is None or lse is None:
+        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=inputs.accumulate_dtype)
+    return out, lse
+
+
+def _panel_gradients(
+    panel: Panel, queries: _Rows, inputs: Inputs, keys: _Keys, merged: _Merged, sums: _KeySums
+) -> Tensor:
+    """The panel's dq, packed; its share of dk and dv goes into the sums."""
+    dtype = inputs.tile_dtype
+    q = queries.read("query", inputs.q, inputs, dtype)
+    if not panel.tiles:
+        return torch.zeros_like(q)
+    out = queries.read("out", merged.out, inputs, dtype)
+    grad_out = queries.read("grad_out", merged.grad_out, inputs, dtype)
+    lse = queries.read("lse", merged.lse.transpose(1, 2), inputs, inputs.accumulate_dtype)
+    # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
+    lse.masked_fill_(lse == -math.inf, math.inf)
+    grad_lse = None
+    if merged.grad_lse is not None:
+        grad_lse = queries.read("grad_lse", merged.grad_lse.transpose(1, 2), inputs, inputs.accumulate_dtype)
+    dq = None
+    for number, tile in enumerate(panel.tiles):
+        k, v, how = keys.gather(panel, tile, number)
+        part, dk, dv = inputs.kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how)
+        sums.add(tile, dk, dv)
+        part = part.to(inputs.accumulate_dtype)
+        dq = part if dq is None else dq.add_(part)
+    assert dq is not None
+    return dq

@@ -1,0 +1,247 @@
+"""The functional doors of block-sparse attention: patterns, and attention over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .block_ops import BlockOptions, block_sparse_attention_op
+from .checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
+from .core.blocks import check_flag
+from .plan import BlockPattern, build_pattern, score_pattern
+from .plan.block_sparse import default_workspace_bytes
+from .sparse_spec import SparsePatternConfig
+from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
+
+
+def build_block_pattern(
+    config: SparsePatternConfig | Mapping[str, Any],
+    n: int,
+    num_heads: int,
+    *,
+    is_causal: bool = False,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+) -> BlockPattern:
+    """The blocks that a config keeps of n tokens: one layout for all heads, or one a head for "random".
+
+    Args:
+        config: see `SparsePatternConfig`; also its fields as a dict.
+        is_causal: only the lower triangle is there, and `sparsity_ratio` counts in it.
+        segment_lengths, dilation_rates: the branches of "dilated_sparse", as in `dilated_attention`; other
+            types have none. Segments are counted in blocks and hold at least one.
+        query, key: (b, n, h, d) and (b, n, h_kv, d), for "adaptive" alone: blocks are scored by their mean
+            queries and keys, and the pattern has a layout for each batch and head.
+    """
+    config = SparsePatternConfig.of(config)
+    check_flag("is_causal", is_causal)
+    for name, value in (("n", n), ("num_heads", num_heads)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if config.pattern_type == "adaptive":
+        if query is None or key is None:
+            raise ValueError('an "adaptive" pattern depends on query and key, and they are not given')
+        check_inputs(query, key, key, None, None)
+        if query.shape[1] != n or query.shape[2] != num_heads:
+            raise ValueError(
+                f"query must have the length {n} and {num_heads} heads, got shape {tuple(query.shape)}"
+            )
+        with torch.no_grad():
+            means = [pool_blocks(x, config.block_size) for x in (query, key)]
+            heads = [x.repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1) for x in means]
+            return score_pattern(heads[0], heads[1], n, config, is_causal=is_causal)
+    if query is not None or key is not None:
+        raise ValueError(f'query and key are for "adaptive" patterns, got one of {config.pattern_type!r}')
+    branches = check_branches(config, segment_lengths, dilation_rates)
+    return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
+
+
+def check_branches(
+    config: SparsePatternConfig, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> tuple[tuple[int, int], ...]:
+    """The branches (segment length, rate) of a config's pattern; none but for "dilated_sparse"."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError("segment_lengths and dilation_rates are given together, got one of them")
+    if segment_lengths is None or dilation_rates is None:
+        segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
+    branches = DilatedSpec(segment_lengths, dilation_rates).branches
+    if config.pattern_type != "dilated_sparse":
+        return ()
+    shortest = min(length for length, _ in branches)
+    if config.block_size > shortest:
+        raise ValueError(
+            f"a block must fit a segment, got a block_size of {config.block_size} and a segment of {shortest}"
+        )
+    return branches
+
+
+def pool_blocks(x: Tensor, block_size: int) -> Tensor:
+    """(b, n, h, d) -> (b, h, blocks, d): the mean of each block, in float32 or better; differentiable."""
+    n = x.shape[1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    full = n // block_size
+    blocks: Tensor = x[:, : full * block_size].unflatten(1, (full, block_size))  # type: ignore[no-untyped-call]
+    means = blocks.mean(2, dtype=dtype)
+    if full * block_size < n:
+        means = torch.cat([means, x[:, full * block_size :].mean(1, keepdim=True, dtype=dtype)], 1)
+    return means.transpose(1, 2)
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_mask: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    kernel: str = ...,
+    workspace_bytes: int | None = ...,
+    memory: str = ...,
+    use_pattern_cache: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_mask: Tensor | None = ...,
+    return_lse: Literal[True],
+    kernel: str = ...,
+    workspace_bytes: int | None = ...,
+    memory: str = ...,
+    use_pattern_cache: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    key_mask: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    workspace_bytes: int | None = None,
+    memory: str = "fresh",
+    use_pattern_cache: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in which each block of queries sees the blocks of keys that a pattern keeps:
+
+        scores = (scale * q @ k.T).masked_fill(~pattern.to_dense(), -inf)
+        out    = softmax(scores) @ v
+
+    Time and memory follow the density of the pattern; nothing of size n x n is made.
+
+    Args:
+        q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.
+        k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
+        pattern: of length n, with one layout, one for each of the h heads, or one for each batch and head
+            (b x h); see `build_block_pattern` and `BlockPattern.from_layout`.
+        is_causal: a query sees only keys at or before its position. A causal pattern asks for it.
+        scale, dropout_p, key_mask, return_lse, kernel, memory: as in `dilated_attention`.
+        workspace_bytes: what is gathered at a time may take this much; by default 4 MiB a thread.
+        use_pattern_cache: keep the schedule of this pattern for later calls.
+
+    Returns:
+        out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse (b, h, n), in float32
+        (float64 for float64). A query that sees no key gives zeros, lse -inf and zero gradients.
+
+    Keys and values whose strides are no multiples of d are copied first. There is no second and no
+    forward-mode derivative.
+    """
+    if not isinstance(pattern, BlockPattern):
+        raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
+    check_flag("is_causal", is_causal)
+    check_flag("return_lse", return_lse)
+    q, k, v = autocast_inputs(q, k, v)
+    check_inputs(q, k, v, key_mask, None)
+    b, n, h, _ = q.shape
+    if pattern.n != n:
+        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
+    if len(pattern) not in (1, h, b * h):
+        raise ValueError(
+            f"a pattern has 1 layout, one for each of the {h} heads or one for each of {b} x {h} batches and "
+            f"heads, got {len(pattern)}"
+        )
+    if pattern.is_causal and not is_causal:
+        raise ValueError("a causal pattern is for causal attention, got is_causal=False")
+    if is_causal:
+        pattern = pattern.causal()
+    return attend_blocks(
+        q,
+        k,
+        v,
+        pattern,
+        pattern.key if use_pattern_cache else "",
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_mask=key_mask,
+        return_lse=return_lse,
+        kernel=kernel,
+        workspace_bytes=workspace_bytes,
+        memory=memory,
+        use_pattern_cache=use_pattern_cache,
+    )
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | None,
+    recipe: str,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_mask: Tensor | None,
+    return_lse: bool,
+    kernel: str,
+    workspace_bytes: int | None,
+    memory: str,
+    use_pattern_cache: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Hands checked tensors over to the op, with a pattern or with the recipe of one."""
+    refuse_forward_mode("block_sparse_attention", q, k, v)
+    if workspace_bytes is None:
+        workspace_bytes = default_workspace_bytes()
+    check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
+    spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
+    options = BlockOptions(
+        recipe=recipe,
+        block_size=0 if pattern is None else pattern.block_size,
+        is_causal=is_causal,
+        scale=1.0 / math.sqrt(q.shape[-1]) if spec.scale is None else spec.scale,
+        dropout_p=spec.dropout_p,
+        kernel=kernel,
+        workspace_bytes=workspace_bytes,
+        memory=memory,
+        use_pattern_cache=use_pattern_cache,
+    )
+    starts, columns = (None, None) if pattern is None else (pattern.starts, pattern.columns)
+    seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
+    out, lse = block_sparse_attention_op(q, k, v, starts, columns, key_mask, seed, *options)
+    return (out, lse) if return_lse else out

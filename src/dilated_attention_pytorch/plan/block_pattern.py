@@ -1,0 +1,193 @@
+"""`BlockPattern`: which key blocks each row of query blocks keeps, as compressed rows; no n x n tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import pattern_files
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPattern:
+    """The kept blocks of one layout for all heads, of one a head, or of one for each batch and head.
+
+    Row `i` of layout `l` keeps `columns[starts[l * rows + i] : starts[l * rows + i + 1]]`, ascending. Blocks
+    at the end of the sequence may be partial. A causal pattern keeps nothing above the diagonal, and its
+    diagonal blocks are seen up to the diagonal. Constructing one validates it.
+
+    `len(pattern)` counts layouts, `print(pattern)` shows the pattern, `pattern.draw("file.png")` paints it.
+    """
+
+    n: int
+    block_size: int
+    starts: Tensor  # (layouts * rows + 1,) int64
+    columns: Tensor  # (kept blocks,) int32
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.block_size < 1:
+            raise ValueError(f"n and block_size must be positive, got {self.n} and {self.block_size}")
+        for name, x, dtype in (("starts", self.starts, torch.int64), ("columns", self.columns, torch.int32)):
+            if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != 1 or x.device.type != "cpu":
+                kind = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+                raise TypeError(f"{name} must be a 1-d {dtype} tensor on the cpu, got {kind}")
+        entries = self.starts.numel() - 1
+        if entries < self.rows or entries % self.rows:
+            raise ValueError(
+                f"starts must have one entry a row and one more, for rows in multiples of {self.rows}, "
+                f"got {entries + 1}"
+            )
+        if self.starts[0] != 0 or self.starts[-1] != self.columns.numel() or bool((self.counts < 0).any()):
+            raise ValueError(f"starts must rise from 0 to the number of columns, {self.columns.numel()}")
+        if self.columns.numel():
+            low, high = (int(x) for x in self.columns.aminmax())
+            if low < 0 or high >= self.rows:
+                raise ValueError(f"columns must lie in 0 to {self.rows - 1}, got {low} to {high}")
+            row = self.row_of_blocks
+            rises = (self.columns[1:] > self.columns[:-1]) | (row[1:] != row[:-1])
+            if not bool(rises.all()):
+                raise ValueError("the columns of each row must rise")
+            if self.is_causal and bool((self.columns > row % self.rows).any()):
+                raise ValueError("a causal pattern keeps no block above the diagonal, got one that does")
+
+    @classmethod
+    def from_layout(cls, layout: Tensor, n: int, block_size: int, *, is_causal: bool = False) -> BlockPattern:
+        """From a bool tensor (blocks, blocks), or (layouts, blocks, blocks) with a layout a head.
+
+        With `is_causal` the blocks above the diagonal are left out.
+        """
+        if not isinstance(layout, Tensor) or layout.dtype != torch.bool:
+            kind = layout.dtype if isinstance(layout, Tensor) else type(layout).__name__
+            raise TypeError(f"a layout must be a bool tensor, got {kind}")
+        blocks = count_blocks(n, block_size)
+        if layout.dim() not in (2, 3) or layout.shape[-2:] != (blocks, blocks) or not layout.numel():
+            raise ValueError(
+                f"a layout of {n} tokens in blocks of {block_size} must have the shape ({blocks}, {blocks}), "
+                f"or that for each head, got {tuple(layout.shape)}"
+            )
+        layout = layout.detach().cpu().reshape(-1, blocks, blocks)
+        layout = layout.tril() if is_causal else layout
+        return cls.from_counts(n, block_size, layout.sum(-1).flatten(), layout.nonzero()[:, 2], is_causal)
+
+    @classmethod
+    def from_counts(
+        cls, n: int, block_size: int, counts: Tensor, columns: Tensor, is_causal: bool
+    ) -> BlockPattern:
+        """From the number of kept blocks of each row and all columns, row by row."""
+        starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        return cls(n, block_size, starts, columns.to(torch.int32), is_causal)
+
+    @property
+    def rows(self) -> int:
+        """Blocks of a sequence, along either side."""
+        return count_blocks(self.n, self.block_size)
+
+    def __len__(self) -> int:
+        return (self.starts.numel() - 1) // self.rows
+
+    @property
+    def counts(self) -> Tensor:
+        """The number of kept blocks of each row, layout after layout."""
+        return self.starts.diff()
+
+    @property
+    def row_of_blocks(self) -> Tensor:
+        """For every kept block its row, counted over all layouts."""
+        return torch.repeat_interleave(torch.arange(self.starts.numel() - 1), self.counts)
+
+    @property
+    def density(self) -> float:
+        """Kept over all block pairs; under a causal mask over those of the lower triangle."""
+        rows = self.rows
+        total = rows * (rows + 1) // 2 if self.is_causal else rows * rows
+        return self.columns.numel() / (total * len(self))
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts.nbytes + self.columns.nbytes
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Query-key pairs over all layouts, with partial and causal blocks counted as what they are."""
+        tail = self.n - (self.rows - 1) * self.block_size
+        row, column = self.row_of_blocks % self.rows, self.columns
+        q_len = torch.where(row == self.rows - 1, tail, self.block_size)
+        k_len = torch.where(column == self.rows - 1, tail, self.block_size)
+        on_diagonal = self.is_causal & (row == column)
+        return int(torch.where(on_diagonal, q_len * (q_len + 1) // 2, q_len * k_len).sum())
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of the content, under which plans of the pattern are cached."""
+        digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
+        for x in (self.starts, self.columns):
+            digest.update(pattern_files.raw_bytes(x))
+        return digest.hexdigest()
+
+    def causal(self) -> BlockPattern:
+        """The pattern without what lies above the diagonal."""
+        if self.is_causal:
+            return self
+        row = self.row_of_blocks
+        kept = self.columns <= row % self.rows
+        counts = torch.bincount(row[kept], minlength=self.starts.numel() - 1)
+        return self.from_counts(self.n, self.block_size, counts, self.columns[kept], is_causal=True)
+
+    def to_layout(self) -> Tensor:
+        """(layouts, blocks, blocks) bool. For small patterns: its size grows with the square of n."""
+        layout = torch.zeros(len(self) * self.rows, self.rows, dtype=torch.bool)
+        layout[self.row_of_blocks, self.columns.long()] = True
+        return layout.view(len(self), self.rows, self.rows)
+
+    def to_dense(self) -> Tensor:
+        """(layouts, n, n) bool, True where a query may attend a key. For small patterns."""
+        block = torch.arange(self.n) // self.block_size
+        dense = self.to_layout()[:, block][:, :, block]
+        return dense.tril() if self.is_causal else dense
+
+    def to_block_mask(self, device: torch.device | str = "cpu") -> Any:
+        """FlexAttention's `BlockMask` of the same blocks; it takes n^2 / block_size^2 entries."""
+        return pattern_files.to_block_mask(self, device)
+
+    @classmethod
+    def from_block_mask(cls, mask: Any, *, is_causal: bool = False) -> BlockPattern:
+        """The blocks of a FlexAttention `BlockMask`, partial ones as full: its `mask_mod` is not evaluated.
+
+        With `is_causal` the triangle is applied, and blocks above the diagonal are left out.
+        """
+        return pattern_files.from_block_mask(cls, mask, is_causal)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the pattern to a file that `load` reads: a line of JSON and plain integers."""
+        pattern_files.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> BlockPattern:
+        """Reads a file of `save`, and validates it. Runs no code from the file."""
+        return pattern_files.load(cls, path)
+
+    def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
+        """Paints one layout as a PNG: queries downwards, keys to the right, darker where more is kept."""
+        pattern_files.draw(self, path, layout, pixels)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPattern(n={self.n}, block_size={self.block_size}, layouts={len(self)}, "
+            f"density={self.density:.4f}, is_causal={self.is_causal})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{pattern_files.as_text(self)}"
+
+
+def count_blocks(n: int, block_size: int) -> int:
+    """How many blocks hold n tokens."""
+    return -(-n // block_size)

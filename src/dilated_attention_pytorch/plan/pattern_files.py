@@ -1,0 +1,176 @@
+"""Block patterns as files, pictures, text and FlexAttention masks."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import zlib
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .block_pattern import BlockPattern
+
+FORMAT = "dilated_attention_pytorch block pattern 1"
+_SHADES = " ░▒▓█"
+_MAX_HEADER = 4096
+
+
+def raw_bytes(x: Tensor) -> bytes:
+    """The elements of a tensor on the cpu, little-endian. NumPy is no dependency."""
+    data = bytearray(x.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=x.dtype).copy_(x.detach().flatten())
+    return _little_endian(bytes(data), x.element_size())
+
+
+def _little_endian(data: bytes, itemsize: int) -> bytes:
+    """From the machine's order of bytes, or back to it."""
+    if sys.byteorder == "little" or itemsize == 1:
+        return data
+    values = array({4: "i", 8: "q"}[itemsize], data)
+    values.byteswap()
+    return values.tobytes()
+
+
+def save(pattern: BlockPattern, path: str | Path) -> None:
+    header = {
+        "format": FORMAT,
+        "n": pattern.n,
+        "block_size": pattern.block_size,
+        "is_causal": pattern.is_causal,
+        "rows": pattern.starts.numel() - 1,
+        "blocks": pattern.columns.numel(),
+    }
+    with Path(path).open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        file.write(raw_bytes(pattern.starts))
+        file.write(raw_bytes(pattern.columns))
+
+
+def load(cls: type[BlockPattern], path: str | Path) -> BlockPattern:
+    with Path(path).open("rb") as file:
+        line, rest = file.readline(_MAX_HEADER), file.read()
+    try:
+        header = json.loads(line)
+        given, causal = header["format"], header["is_causal"]
+        sizes = [header[name] for name in ("n", "block_size", "rows", "blocks")]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{path} is not a block pattern: it does not begin with a line of its JSON"
+        ) from None
+    if given != FORMAT:
+        raise ValueError(f"{path} has the format {given!r}, and this version reads {FORMAT!r}")
+    if not isinstance(causal, bool) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(f"{path} is not a block pattern: its header holds {header}")
+    n, block_size, rows, blocks = sizes
+    if len(rest) != 8 * (rows + 1) + 4 * blocks:
+        raise ValueError(
+            f"{path} is cut off or damaged: {8 * (rows + 1) + 4 * blocks} bytes announced, {len(rest)} found"
+        )
+    starts, columns = rest[: 8 * (rows + 1)], rest[8 * (rows + 1) :]
+    return cls(n, block_size, _tensor(starts, torch.int64), _tensor(columns, torch.int32), causal)
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(_little_endian(data, dtype.itemsize)), dtype=dtype)
+
+
+def coverage(pattern: BlockPattern, layout: int, cells: int) -> Tensor:
+    """(cells, cells) float: the share of each cell's blocks that a layout keeps; at most one cell a block."""
+    if not 0 <= layout < len(pattern):
+        raise ValueError(f"layout must lie in 0 to {len(pattern) - 1}, got {layout}")
+    rows = pattern.rows
+    cells = min(cells, rows)
+    first, last = (int(pattern.starts[i]) for i in (layout * rows, (layout + 1) * rows))
+    counts = pattern.counts[layout * rows : (layout + 1) * rows]
+    cell_of = torch.arange(rows) * cells // rows
+    row = torch.repeat_interleave(cell_of, counts)
+    column = cell_of[pattern.columns[first:last].long()]
+    kept = torch.bincount(row * cells + column, minlength=cells * cells).view(cells, cells)
+    size = torch.bincount(cell_of, minlength=cells)
+    return kept / (size[:, None] * size)
+
+
+def as_text(pattern: BlockPattern, cells: int = 32) -> str:
+    """One layout in shades, two characters a cell."""
+    shades = coverage(pattern, 0, cells).pow(0.5).mul(len(_SHADES) - 1).ceil().int().tolist()
+    return "\n".join("".join(_SHADES[shade] * 2 for shade in line) for line in shades)
+
+
+def draw(pattern: BlockPattern, path: str | Path, layout: int, pixels: int) -> None:
+    if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1:
+        raise ValueError(f"pixels must be a positive integer, got {pixels!r}")
+    share = coverage(pattern, layout, pixels)
+    zoom = max(1, pixels // share.shape[0])
+    # From white to a dark blue; a square root keeps thin patterns visible.
+    shade = share.sqrt().unsqueeze(-1)
+    colour = 255 + shade * (torch.tensor([24.0, 52.0, 110.0]) - 255)
+    image = colour.round().to(torch.uint8).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+    height, width, _ = image.shape
+    lines = torch.nn.functional.pad(
+        image.reshape(height, width * 3), (1, 0)
+    )  # filter byte 0 before each line
+    Path(path).write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+        + _chunk(b"IDAT", zlib.compress(raw_bytes(lines), 9))
+        + _chunk(b"IEND", b"")
+    )
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def to_block_mask(pattern: BlockPattern, device: torch.device | str) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, layouts = pattern.rows, len(pattern)
+    # FlexAttention wants all columns of a row in one place, the kept ones first.
+    order = torch.argsort(pattern.to_layout().to(torch.int8), dim=-1, descending=True, stable=True)
+    counts = pattern.counts.view(1, layouts, rows).to(torch.int32)
+    indices = order.to(torch.int32).unsqueeze(0)
+    n, size = pattern.n, pattern.block_size
+
+    def seen(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        inside = (q < n) & (kv < n)
+        return inside & (q >= kv) if pattern.is_causal else inside
+
+    return BlockMask.from_kv_blocks(
+        counts.to(device),
+        indices.to(device),
+        BLOCK_SIZE=(size, size),
+        mask_mod=seen,
+        seq_lengths=(n, n),
+    )
+
+
+def from_block_mask(cls: type[BlockPattern], mask: Any, is_causal: bool) -> BlockPattern:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a FlexAttention BlockMask, got {type(mask).__name__}")
+    (q_size, k_size), (q_len, k_len) = mask.BLOCK_SIZE, mask.seq_lengths
+    if q_size != k_size or q_len != k_len:
+        raise ValueError(
+            "a block pattern has square blocks and as many queries as keys, got blocks "
+            f"{(q_size, k_size)} and lengths {(q_len, k_len)}"
+        )
+    layout = _kept(mask.kv_num_blocks, mask.kv_indices)
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        layout |= _kept(mask.full_kv_num_blocks, mask.full_kv_indices)
+    return cls.from_layout(layout.flatten(0, 1), q_len, q_size, is_causal=is_causal)
+
+
+def _kept(counts: Tensor, indices: Tensor) -> Tensor:
+    """(b, h, rows, columns) bool from the first `counts` entries of each row of indices."""
+    is_kept = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    return torch.zeros_like(is_kept).scatter_(-1, indices.long(), is_kept)
