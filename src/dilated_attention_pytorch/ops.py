@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from .kernels import Request, choose_kernel
 from .plan import Plan, Shape, plan_dilated
 from .plan.shape import Pass
 from .spec import DilatedSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Options(NamedTuple):
@@ -127,7 +124,7 @@ class RunOptions(Protocol):
     def workspace_bytes(self) -> int: ...
     @property
     def memory(self) -> str: ...
-    def _replace(self, *, workspace_bytes: int) -> Self: ...
+    def _replace(self, *, workspace_bytes: int) -> Any: ...
 
 
 def with_memory(options: _O, device: torch.device, attend: Callable[[_O, Workspace], _T]) -> _T:
