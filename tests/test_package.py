@@ -16,13 +16,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / PACKAGE
 
 # Module paths that are promised, beside the rooms that hold the code.
-DOORS = {"improved_dilated_attention_v2"}
+DOORS = {
+    "improved_dilated_attention_v2",
+    "block_sparse_factory",
+    "block_sparse_ring_dilated_attention",
+}
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
     {"spec", "core"},
     {"sparse_spec"},
     {"reference", "plan", "kernels", "merge"},
-    {"engine"},
+    {"engine", "flex"},
     {"block_engine"},
     {"ops"},
     {"block_ops"},
@@ -30,6 +34,7 @@ FLOORS = [
     {"functional", "block_sparse"},
     {"attention_maps", "modules"},
     {"factory"},
+    {"block_factory"},
     DOORS,
     {"bench"},
     {"__init__"},

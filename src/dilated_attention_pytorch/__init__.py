@@ -6,25 +6,47 @@ with warnings.catch_warnings():
     # torch warns when it is imported without NumPy, which nothing here needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     from .attention_maps import attention_rows
+    from .block_factory import create_block_sparse_attention
     from .block_sparse import block_sparse_attention, build_block_pattern
+    from .core import PersistentPatternCache
     from .factory import choose_dilated_attention, create_dilated_attention
     from .functional import dilated_attention
-    from .modules import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+    from .modules import (
+        BlockSparseAdaptiveDilatedAttention,
+        BlockSparseDilatedAttention,
+        BlockSparseMultiheadDilatedAttention,
+        BlockSparseRingDilatedAttention,
+        BlockSparseRingMultiheadDilatedAttention,
+        DilatedAttention,
+        ImprovedDilatedAttention,
+        ImprovedDilatedAttentionV2,
+        ImprovedMultiheadDilatedAttention,
+        MultiheadDilatedAttention,
+    )
     from .plan import BlockPattern
     from .sparse_spec import SparsePatternConfig
     from .spec import DilatedSpec
 
 __all__ = [
     "BlockPattern",
+    "BlockSparseAdaptiveDilatedAttention",
+    "BlockSparseDilatedAttention",
+    "BlockSparseMultiheadDilatedAttention",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
     "DilatedSpec",
     "ImprovedDilatedAttention",
     "ImprovedDilatedAttentionV2",
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "PersistentPatternCache",
     "SparsePatternConfig",
     "attention_rows",
     "block_sparse_attention",
     "build_block_pattern",
     "choose_dilated_attention",
+    "create_block_sparse_attention",
     "create_dilated_attention",
     "dilated_attention",
 ]

@@ -19,6 +19,7 @@ from .engine import Inputs
 from .kernels import Request, choose_kernel
 from .ops import with_memory, without_autocast
 from .plan import BlockPattern, BlockPlan, build_pattern, plan_blocks
+from .plan.block_sparse import BYTES_A_THREAD
 from .sparse_spec import SparsePatternConfig
 
 
@@ -40,6 +41,7 @@ class BlockOptions(NamedTuple):
     use_pattern_cache: bool
 
 
+BY_THREADS = 0  # a workspace_bytes that is known only where the op runs: compilers cannot ask for threads
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? columns, Tensor? key_mask, Tensor? seed"
 _OPTIONS = (
     "str recipe, int block_size, bool is_causal, float scale, float dropout_p, str kernel, "
@@ -56,6 +58,11 @@ def write_recipe(config: SparsePatternConfig, branches: Sequence[tuple[int, int]
 def _read_recipe(recipe: str) -> tuple[SparsePatternConfig, tuple[tuple[int, int], ...]]:
     content = json.loads(recipe)
     return SparsePatternConfig(**content["config"]), tuple(map(tuple, content["branches"]))
+
+
+def recipe_pattern(q: Tensor, options: BlockOptions) -> BlockPattern:
+    """The pattern that a call builds from its recipe."""
+    return _plan(q, None, None, options).pattern
 
 
 def _plan(q: Tensor, starts: Tensor | None, columns: Tensor | None, options: BlockOptions) -> BlockPlan:
@@ -77,6 +84,12 @@ def _build(
         )
     config, branches = _read_recipe(options.recipe)
     return plan_blocks(build_pattern(config, n, num_heads, is_causal=options.is_causal, branches=branches))
+
+
+def _sized(options: BlockOptions) -> BlockOptions:
+    if options.workspace_bytes != BY_THREADS:
+        return options
+    return options._replace(workspace_bytes=BYTES_A_THREAD * torch.get_num_threads())
 
 
 def _inputs(
@@ -117,7 +130,7 @@ def block_sparse_attention_op(
         return block_engine.forward(plan, inputs, options.workspace_bytes)
 
     with without_autocast(q.device):
-        return with_memory(BlockOptions(*raw), q.device, attend)
+        return with_memory(_sized(BlockOptions(*raw)), q.device, attend)
 
 
 @torch.library.custom_op(
@@ -149,7 +162,7 @@ def block_sparse_attention_backward_op(
         return block_engine.backward(plan, inputs, size, out, lse, grad_out, grad_lse)
 
     with without_autocast(q.device):
-        return with_memory(BlockOptions(*raw), q.device, attend)
+        return with_memory(_sized(BlockOptions(*raw)), q.device, attend)
 
 
 @block_sparse_attention_op.register_fake

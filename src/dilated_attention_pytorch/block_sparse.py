@@ -9,11 +9,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .block_ops import BlockOptions, block_sparse_attention_op
+from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
 from .checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
-from .core.blocks import check_flag
+from .core.blocks import check_flags
+from .flex import flex_block_sparse, why_not_flex
 from .plan import BlockPattern, build_pattern, score_pattern
-from .plan.block_sparse import default_workspace_bytes
 from .sparse_spec import SparsePatternConfig
 from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 
@@ -40,7 +40,7 @@ def build_block_pattern(
             queries and keys, and the pattern has a layout for each batch and head.
     """
     config = SparsePatternConfig.of(config)
-    check_flag("is_causal", is_causal)
+    check_flags(is_causal=is_causal)
     for name, value in (("n", n), ("num_heads", num_heads)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -173,28 +173,11 @@ def block_sparse_attention(
     """
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
-    check_flag("is_causal", is_causal)
-    check_flag("return_lse", return_lse)
-    q, k, v = autocast_inputs(q, k, v)
-    check_inputs(q, k, v, key_mask, None)
-    b, n, h, _ = q.shape
-    if pattern.n != n:
-        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
-    if len(pattern) not in (1, h, b * h):
-        raise ValueError(
-            f"a pattern has 1 layout, one for each of the {h} heads or one for each of {b} x {h} batches and "
-            f"heads, got {len(pattern)}"
-        )
-    if pattern.is_causal and not is_causal:
-        raise ValueError("a causal pattern is for causal attention, got is_causal=False")
-    if is_causal:
-        pattern = pattern.causal()
     return attend_blocks(
         q,
         k,
         v,
         pattern,
-        pattern.key if use_pattern_cache else "",
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,
@@ -211,8 +194,7 @@ def attend_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: BlockPattern | None,
-    recipe: str,
+    pattern: BlockPattern | str,
     *,
     is_causal: bool,
     scale: float | None,
@@ -224,24 +206,61 @@ def attend_blocks(
     memory: str,
     use_pattern_cache: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Hands checked tensors over to the op, with a pattern or with the recipe of one."""
+    """`block_sparse_attention` that also takes the recipe of a pattern: checks, then the op."""
+    check_flags(is_causal=is_causal, return_lse=return_lse)
+    q, k, v = autocast_inputs(q, k, v)
+    check_inputs(q, k, v, key_mask, None)
     refuse_forward_mode("block_sparse_attention", q, k, v)
-    if workspace_bytes is None:
-        workspace_bytes = default_workspace_bytes()
-    check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
+    check_execution(kernel, 1 if workspace_bytes is None else workspace_bytes, memory, use_pattern_cache)
     spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
+    if not isinstance(pattern, str):
+        pattern = _fitting(pattern, q, is_causal)
     options = BlockOptions(
-        recipe=recipe,
-        block_size=0 if pattern is None else pattern.block_size,
+        recipe=pattern if isinstance(pattern, str) else pattern.key if use_pattern_cache else "",
+        block_size=0 if isinstance(pattern, str) else pattern.block_size,
         is_causal=is_causal,
         scale=1.0 / math.sqrt(q.shape[-1]) if spec.scale is None else spec.scale,
         dropout_p=spec.dropout_p,
         kernel=kernel,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=workspace_bytes or BY_THREADS,
         memory=memory,
         use_pattern_cache=use_pattern_cache,
     )
-    starts, columns = (None, None) if pattern is None else (pattern.starts, pattern.columns)
-    seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
-    out, lse = block_sparse_attention_op(q, k, v, starts, columns, key_mask, seed, *options)
+    out, lse = _run(q, k, v, pattern, key_mask, options)
     return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | str,
+    key_mask: Tensor | None,
+    options: BlockOptions,
+) -> tuple[Tensor, Tensor]:
+    """On CUDA FlexAttention where it can; else the op."""
+    if q.device.type == "cuda" and options.kernel == "auto" and not torch.compiler.is_compiling():
+        blocks = recipe_pattern(q, options) if isinstance(pattern, str) else pattern
+        if why_not_flex(q, blocks, options.dropout_p) is None:
+            return flex_block_sparse(q, k, v, blocks, scale=options.scale, key_mask=key_mask)
+    starts, columns = (None, None) if isinstance(pattern, str) else (pattern.starts, pattern.columns)
+    seed = torch.randint(2**62, (1,), device="cpu") if options.dropout_p else None
+    result: tuple[Tensor, Tensor] = block_sparse_attention_op(
+        q, k, v, starts, columns, key_mask, seed, *options
+    )
+    return result
+
+
+def _fitting(pattern: BlockPattern, q: Tensor, is_causal: bool) -> BlockPattern:
+    """The pattern as the call needs it, or an error."""
+    b, n, h, _ = q.shape
+    if pattern.n != n:
+        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
+    if len(pattern) not in (1, h, b * h):
+        raise ValueError(
+            f"a pattern has 1 layout, one for each of the {h} heads or one for each of {b} x {h} batches and "
+            f"heads, got {len(pattern)}"
+        )
+    if pattern.is_causal and not is_causal:
+        raise ValueError("a causal pattern is for causal attention, got is_causal=False")
+    return pattern.causal() if is_causal else pattern

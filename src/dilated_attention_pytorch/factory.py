@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .core.host_memory import describe_bytes, device_memory
-from .modules import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from .modules import (
+    BlockSparseDilatedAttention,
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedDilatedAttentionV2,
+)
+from .modules.skin import AttentionSkin
 from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
 LITTLE_MEMORY = 2 * 2**30
-KINDS: Mapping[str, type[DilatedAttention]] = {
+KINDS: Mapping[str, Callable[..., AttentionSkin]] = {
     "standard": DilatedAttention,
     "improved": ImprovedDilatedAttention,
     "improved_v2": ImprovedDilatedAttentionV2,
+    "block_sparse": BlockSparseDilatedAttention,
 }
-LATER = ("ring", "block_sparse", "distributed")
+LATER = ("ring", "distributed")
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,11 @@ class Choice:
     kind: str
     options: Mapping[str, Any]
     reasons: tuple[str, ...]
+    class_name: str
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return "\n".join([f"{KINDS[self.kind].__name__}({options})", *(f"- {why}" for why in self.reasons)])
+        return "\n".join([f"{self.class_name}({options})", *(f"- {why}" for why in self.reasons)])
 
 
 def create_dilated_attention(
@@ -44,10 +52,11 @@ def create_dilated_attention(
     *,
     seq_len: int | None = None,
     **options: Any,
-) -> DilatedAttention:
-    """The attention module of a kind: "auto", "standard", "improved" or "improved_v2".
+) -> AttentionSkin:
+    """The attention module of a kind: "auto", "standard", "improved", "improved_v2" or "block_sparse".
 
-    All kinds compute the same; they differ in where their memory comes from. The memory pool turns itself on
+    All but "block_sparse" compute the same; they differ in where their memory comes from. That one keeps the
+    blocks of its `sparse_config`; see `create_block_sparse_attention`. The memory pool turns itself on
     for segments of 4096 and more. What the caller says in `options` (those of the kind's class) always wins.
     `module.choice` holds what was chosen and why; it is also logged.
 
@@ -96,4 +105,4 @@ def choose_dilated_attention(
     chosen = {name: value for name, value, _ in proposals}
     branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
     kind = kind if kind != "auto" else "improved" if is_long else "standard"
-    return Choice(kind, {**branches, **chosen, **options}, tuple(reasons))
+    return Choice(kind, {**branches, **chosen, **options}, tuple(reasons), KINDS[kind].__name__)

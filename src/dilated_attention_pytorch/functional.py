@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
-from .core.blocks import check_flag
+from .core.blocks import check_flags
 from .ops import dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
@@ -139,7 +139,7 @@ def dilated_attention(
     check_inputs(q, k, v, key_mask, cu_seqlens)
     refuse_forward_mode("dilated_attention", q, k, v)
     check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
-    check_flag("return_lse", return_lse)
+    check_flags(return_lse=return_lse)
     out, lse = dilated_attention_op(
         q,
         k,

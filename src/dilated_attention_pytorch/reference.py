@@ -1,4 +1,4 @@
-"""The definition of dilated attention as a dense masked softmax: the oracle, not a fast path.
+"""The definitions of dilated and block-sparse attention as dense masked softmaxes: the oracle, no fast path.
 
 Time and memory grow with `n ** 2`. Everything faster in this library is tested against this file.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 
-__all__ = ["dilated_attention_reference", "multiplicity"]
+__all__ = ["block_sparse_attention_reference", "dilated_attention_reference", "multiplicity"]
 
 
 def dilated_attention_reference(
@@ -72,6 +72,39 @@ def dilated_attention_reference(
             if spec.dropout_p > 0:
                 branch_probs = F.dropout(branch_probs, spec.dropout_p)
             probs = probs + (weight.detach() if spec.detach_mixing else weight) * branch_probs
+    out = (probs @ value).transpose(1, 2).to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def block_sparse_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the keys that a bool `mask` (1, h or b * h, n, n) allows, in one softmax.
+
+    Tensors, results and rows without keys are those of `dilated_attention_reference`.
+    """
+    b, n, h, d = q.shape
+    if len(mask) not in (1, h, b * h):
+        raise ValueError(f"a mask has 1, {h} or {b} x {h} layouts, got {len(mask)}")
+    seen = mask.view(b, h, n, n) if len(mask) == b * h else mask.expand(b, h, n, n)
+    if is_causal:
+        seen = seen.tril()
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None, :]
+
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    query = q.to(dtype).transpose(1, 2)
+    key, value = (x.to(dtype).repeat_interleave(h // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))
+    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(d) if scale is None else scale)
+    probs, lse = _softmax(scores, seen, torch.zeros_like(scores[..., 0], dtype=torch.int64))
     out = (probs @ value).transpose(1, 2).to(q.dtype)
     return (out, lse) if return_lse else out
 

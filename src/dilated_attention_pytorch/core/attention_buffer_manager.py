@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .blocks import check_flag, check_shape
+from .blocks import check_flags, check_shape
 from .buffer_config import (
     CAPACITY,
     DEFAULT_CONFIGS,
@@ -89,14 +89,12 @@ class AttentionBufferManager:
         enable_profiling: bool = False,
         pool: MemoryPool | None = None,
     ) -> None:
-        flags = {
-            "enable_reuse": enable_reuse,
-            "enable_preallocation": enable_preallocation,
-            "lightweight": lightweight,
-            "enable_profiling": enable_profiling,
-        }
-        for name, flag in flags.items():
-            check_flag(name, flag)
+        check_flags(
+            enable_reuse=enable_reuse,
+            enable_preallocation=enable_preallocation,
+            lightweight=lightweight,
+            enable_profiling=enable_profiling,
+        )
         custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
         for buffer_type, config in custom.items():
             if not isinstance(config, BufferConfig):

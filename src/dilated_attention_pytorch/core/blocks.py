@@ -40,8 +40,7 @@ class Placement:
     def __post_init__(self) -> None:
         if not isinstance(self.tag, str):
             raise TypeError(f"tag must be a string, got {self.tag!r}")
-        check_flag("pinned", self.pinned)
-        check_flag("numa", self.numa)
+        check_flags(pinned=self.pinned, numa=self.numa)
         if self.fit not in get_args(Fit):
             raise ValueError(f"fit must be 'class', 'best' or 'exact', got {self.fit!r}")
         check_alignment(self.alignment)
@@ -204,6 +203,7 @@ def check_alignment(alignment: int | None) -> None:
         raise ValueError(f"alignment must be a power of two, got {alignment}")
 
 
-def check_flag(name: str, flag: bool) -> None:
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be a bool, got {flag!r}")
+def check_flags(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")

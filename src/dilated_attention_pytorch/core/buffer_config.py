@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
 
-from .blocks import Fit, check_alignment, check_flag
+from .blocks import Fit, check_alignment, check_flags
 from .host_memory import numa_nodes
 
 MIB = 2**20
@@ -78,7 +78,7 @@ class BufferConfig:
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
         for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
-            check_flag(name, getattr(self, name))
+            check_flags(**{name: getattr(self, name)})
         check_alignment(self.alignment)
 
     def strategy(self, nbytes: int) -> str:

@@ -22,7 +22,7 @@ from .blocks import (
     Block,
     Blocks,
     Placement,
-    check_flag,
+    check_flags,
     check_shape,
     needed_bytes,
     size_class,
@@ -63,7 +63,7 @@ class MemoryPool:
                 raise ValueError(
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
-        check_flag("enable_profiling", enable_profiling)
+        check_flags(enable_profiling=enable_profiling)
         self.max_bytes, self.enable_profiling = max_bytes, enable_profiling
         self._lock = threading.RLock()
         self._start_clean()
@@ -116,7 +116,7 @@ class MemoryPool:
         shape, device, place = check_shape(shape), torch.device(device), Placement(**placement)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        check_flag("zero_init", zero_init)
+        check_flags(zero_init=zero_init)
         if device.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
             buffer, reused = self._unpooled(shape, dtype, device, place), False
         else:

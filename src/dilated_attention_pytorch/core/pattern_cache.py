@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .blocks import check_flag
+from .blocks import check_flags
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("dilated_attention_pytorch")
@@ -59,9 +59,7 @@ class PatternCache:
         self.max_size = _positive_int("max_size", max_size)
         self.max_bytes = _positive_int("max_bytes", max_bytes)
         self.keep_after = _positive_int("keep_after", keep_after)
-        check_flag("auto_tune", auto_tune)
-        check_flag("cache_on_gpu", cache_on_gpu)
-        check_flag("enable_profiling", enable_profiling)
+        check_flags(auto_tune=auto_tune, cache_on_gpu=cache_on_gpu, enable_profiling=enable_profiling)
         self.auto_tune, self.cache_on_gpu, self.enable_profiling = auto_tune, cache_on_gpu, enable_profiling
         self._lock = threading.RLock()  # reentrant, because keys and values may run code of theirs under it
         self._forget()

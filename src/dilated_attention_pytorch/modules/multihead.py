@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_flag
+from ..core.blocks import check_flags
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
+from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .presets import ImprovedDilatedAttention
+from .skin import AttentionSkin
 
 
 class MultiheadSkin(nn.Module):
@@ -62,9 +64,7 @@ class MultiheadSkin(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-        flags = {"bias": bias, "layer_norm": layer_norm, "batch_first": batch_first, "fused_qkv": fused_qkv}
-        for name, flag in flags.items():
-            check_flag(name, flag)
+        check_flags(bias=bias, layer_norm=layer_norm, batch_first=batch_first, fused_qkv=fused_qkv)
         if not isinstance(attention, nn.Module):
             raise TypeError(f"attention must be an nn.Module, got {attention!r}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -118,8 +118,7 @@ class MultiheadSkin(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        check_flag("need_weights", need_weights)
-        check_flag("is_causal", is_causal)
+        check_flags(need_weights=need_weights, is_causal=is_causal)
         self._check_inputs(query, key, value)
         b, n = query.shape[:2] if self.batch_first else query.shape[1::-1]
         attend = None if key_padding_mask is None else _attended(key_padding_mask, b, n, query.device)
@@ -209,7 +208,7 @@ class MultiheadDilatedAttention(MultiheadSkin):
     attention_dropout) and attention_options; the other arguments are those of `MultiheadSkin`.
     """
 
-    _attention_class: type[DilatedAttention] = DilatedAttention
+    _attention_class: Callable[..., AttentionSkin] = DilatedAttention
     _fuses_qkv = False
 
     def __init__(
@@ -253,6 +252,19 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     _attention_class = ImprovedDilatedAttention
     _fuses_qkv = True
+
+
+class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes its `sparse_config`."""
+
+    _attention_class: Callable[..., AttentionSkin] = BlockSparseDilatedAttention
+    _fuses_qkv = True
+
+
+class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`."""
+
+    _attention_class = BlockSparseRingDilatedAttention
 
 
 def _attended(ignored: Tensor, b: int, n: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core import MemoryPool
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
-from ..core.blocks import check_flag
+from ..core.blocks import check_flags
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
 
@@ -53,14 +53,12 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
             name: options.get(name, False)
             for name in ("lightweight_pool", "enable_profiling", "enable_memory_pool")
         }
-        flags = {
-            "enable_buffer_manager": enable_buffer_manager,
-            "enable_buffer_reuse": enable_buffer_reuse,
-            "enable_preallocation": enable_preallocation,
+        check_flags(
+            enable_buffer_manager=enable_buffer_manager,
+            enable_buffer_reuse=enable_buffer_reuse,
+            enable_preallocation=enable_preallocation,
             **pooling,
-        }
-        for name, flag in flags.items():
-            check_flag(name, flag)
+        )
         if buffer_manager is not None and not isinstance(buffer_manager, AttentionBufferManager):
             raise TypeError(
                 f"buffer_manager must be an AttentionBufferManager, got {type(buffer_manager).__name__}"

@@ -153,9 +153,18 @@ class BlockPattern:
         dense = self.to_layout()[:, block][:, :, block]
         return dense.tril() if self.is_causal else dense
 
-    def to_block_mask(self, device: torch.device | str = "cpu") -> Any:
-        """FlexAttention's `BlockMask` of the same blocks; it takes n^2 / block_size^2 entries."""
-        return pattern_files.to_block_mask(self, device)
+    def to_block_mask(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        num_heads: int | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Any:
+        """FlexAttention's `BlockMask` of the same blocks; it takes n^2 / block_size^2 entries a layout.
+
+        A pattern for batches and heads needs `num_heads`. `key_mask` (b, n) hides keys besides.
+        """
+        return pattern_files.to_block_mask(self, device, num_heads, key_mask)
 
     @classmethod
     def from_block_mask(cls, mask: Any, *, is_causal: bool = False) -> BlockPattern:

@@ -15,10 +15,6 @@ from .shape import Pass, Shape
 BYTES_A_THREAD = 4 * 2**20  # gathered keys and values of about this size stay in a core's share of the cache
 
 
-def default_workspace_bytes() -> int:
-    return BYTES_A_THREAD * torch.get_num_threads()
-
-
 @dataclass(frozen=True)
 class RowGroup:
     """Row blocks of one layout that keep `num_blocks` full blocks, and under a causal mask maybe their own.

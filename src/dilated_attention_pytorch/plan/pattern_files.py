@@ -130,27 +130,45 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def to_block_mask(pattern: BlockPattern, device: torch.device | str) -> Any:
+def to_block_mask(
+    pattern: BlockPattern, device: torch.device | str, num_heads: int | None, key_mask: Tensor | None = None
+) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    rows, layouts = pattern.rows, len(pattern)
-    # FlexAttention wants all columns of a row in one place, the kept ones first.
-    order = torch.argsort(pattern.to_layout().to(torch.int8), dim=-1, descending=True, stable=True)
-    counts = pattern.counts.view(1, layouts, rows).to(torch.int32)
-    indices = order.to(torch.int32).unsqueeze(0)
-    n, size = pattern.n, pattern.block_size
+    n, size, rows = pattern.n, pattern.block_size, pattern.rows
+    heads = len(pattern) if num_heads is None or len(pattern) == 1 else num_heads
+    if len(pattern) % heads:
+        raise ValueError(f"{len(pattern)} layouts are not one for each of {heads} heads")
+    layout = pattern.to_layout().view(-1, heads, rows, rows).to(device)
+    # Full blocks skip the mask function: all but the diagonal, the ends and, with padding, none.
+    partial = torch.zeros(rows, rows, dtype=torch.bool, device=device)
+    if pattern.is_causal:
+        partial.fill_diagonal_(True)
+    if n % size:
+        partial[-1], partial[:, -1] = True, True
+    if key_mask is not None:
+        partial.fill_(True)
+    batches, is_causal = layout.shape[0], pattern.is_causal
 
-    def seen(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        inside = (q < n) & (kv < n)
-        return inside & (q >= kv) if pattern.is_causal else inside
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        kept = layout[b if batches > 1 else b * 0, h if heads > 1 else h * 0, q // size, kv // size]
+        if is_causal:
+            kept = kept & (q >= kv)
+        return kept if key_mask is None else kept & key_mask[b, kv]
 
     return BlockMask.from_kv_blocks(
-        counts.to(device),
-        indices.to(device),
+        *_in_order(layout & partial),
+        *_in_order(layout & ~partial),
         BLOCK_SIZE=(size, size),
         mask_mod=seen,
         seq_lengths=(n, n),
     )
+
+
+def _in_order(layout: Tensor) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of a layout: how many blocks each row keeps, and all columns, kept ones first."""
+    order = torch.argsort(layout.to(torch.int8), dim=-1, descending=True, stable=True)
+    return layout.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def from_block_mask(cls: type[BlockPattern], mask: Any, is_causal: bool) -> BlockPattern:

@@ -1,0 +1,110 @@
+"""Block-sparse attention modules by variant and preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .factory import LOGGER, Choice
+from .modules import (
+    BlockSparseAdaptiveDilatedAttention,
+    BlockSparseDilatedAttention,
+    BlockSparseMultiheadDilatedAttention,
+    BlockSparseRingDilatedAttention,
+)
+from .plan import BlockPattern
+from .sparse_spec import SparsePatternConfig
+from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+
+VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
+    "base": BlockSparseDilatedAttention,
+    "ring": BlockSparseRingDilatedAttention,
+    "hierarchical": BlockSparseDilatedAttention,
+    "adaptive": BlockSparseAdaptiveDilatedAttention,
+    "multihead": BlockSparseMultiheadDilatedAttention,
+}
+LATER = ("distributed",)
+# What a variant's pattern must be; the other variants take any.
+_PATTERN_TYPES = {"hierarchical": "hierarchical", "adaptive": "adaptive"}
+PRESETS: Mapping[str, SparsePatternConfig] = {
+    "local": SparsePatternConfig("local_window", 0.05),
+    "document": SparsePatternConfig("global_local", 0.05),
+    "genome": SparsePatternConfig("dilated_sparse", 0.02),
+    "multiscale": SparsePatternConfig("hierarchical", 0.05, hierarchy="long_range"),
+    "extreme": SparsePatternConfig("dilated_sparse", 0.01, 256),
+}
+
+
+def create_block_sparse_attention(
+    variant: str = "auto",
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
+    *,
+    sparsity_ratio: float | None = None,
+    block_size: int | None = None,
+    pattern_type: str | None = None,
+    preset: str | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A block-sparse attention module: "base", "ring", "hierarchical", "adaptive" or "multihead".
+
+    "auto" is "multihead" if `embed_dim` is among the options, "adaptive" or "hierarchical" if the pattern is
+    of that type, else "base". `module.choice` holds what was chosen and why; it is also logged.
+
+    Args:
+        segment_lengths, dilation_rates: the branches of "dilated_sparse" patterns.
+        sparse_config: the whole pattern: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern`.
+        preset: a pattern by name instead: "local", "document", "genome", "multiscale" or "extreme".
+        sparsity_ratio, block_size, pattern_type: change single fields of the preset or the default config.
+        options: those of the variant's class, such as `embed_dim` and `num_heads` for "multihead".
+    """
+    known = ("auto", *VARIANTS)
+    if variant in LATER:
+        raise ValueError(
+            f"variant {variant!r} is not available in this version; there are {', '.join(known)}"
+        )
+    if variant not in known:
+        raise ValueError(f"variant must be one of {', '.join(known)}, got {variant!r}")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    changes = {"sparsity_ratio": sparsity_ratio, "block_size": block_size, "pattern_type": pattern_type}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if sparse_config is not None and (changes or preset is not None):
+        others = [*changes, *(["preset"] if preset is not None else [])]
+        raise ValueError(f"sparse_config is the whole pattern, got {', '.join(others)} beside it")
+    reasons = []
+    config: SparsePatternConfig | BlockPattern
+    if isinstance(sparse_config, BlockPattern):
+        config = sparse_config
+    elif sparse_config is not None:
+        config = SparsePatternConfig.of(sparse_config)
+    else:
+        config = PRESETS[preset] if preset is not None else SparsePatternConfig()
+        if variant in _PATTERN_TYPES and preset is None:
+            changes.setdefault("pattern_type", _PATTERN_TYPES[variant])
+        config = replace(config, **changes)  # type: ignore[arg-type]
+        reasons.append(
+            f"pattern: {'the default' if preset is None else f'preset {preset!r}'}, with {changes}"
+        )
+    kind = None if isinstance(config, BlockPattern) else config.pattern_type
+    wanted = _PATTERN_TYPES.get(variant)
+    if wanted is not None and kind != wanted:
+        raise ValueError(f"variant {variant!r} needs a pattern of that type, got {kind or 'a BlockPattern'}")
+    if variant == "auto":
+        variant = "multihead" if "embed_dim" in options else kind if kind in _PATTERN_TYPES else "base"
+        reasons.append(f"variant: {'embed_dim is given' if variant == 'multihead' else f'pattern {kind}'}")
+    made: dict[str, Any] = {
+        "segment_lengths": tuple(segment_lengths),
+        "dilation_rates": tuple(dilation_rates),
+        "sparse_config": config,
+        **options,
+    }
+    choice = Choice(variant, made, tuple(reasons), VARIANTS[variant].__name__)
+    LOGGER.info("%s", choice)
+    module = VARIANTS[variant](**made)
+    module.choice = choice  # type: ignore[assignment]
+    return module

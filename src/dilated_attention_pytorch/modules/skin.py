@@ -1,0 +1,130 @@
+"""What all attention modules have in common: memory, caches, statistics, and what inputs must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_execution
+from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
+from ..core.blocks import check_flags
+from ..core.sources import FRESH, LIGHTWEIGHT, POOL
+from ..spec import DilatedSpec
+
+
+def one_dropout(attention_dropout: float, dropout: float | None) -> float:
+    """`dropout` and `attention_dropout` are two names of one option."""
+    if dropout is not None and attention_dropout not in (0.0, dropout):
+        raise ValueError(
+            "dropout and attention_dropout are one option, got the two values "
+            f"{dropout} and {attention_dropout}"
+        )
+    return attention_dropout if dropout is None else dropout
+
+
+class AttentionSkin(nn.Module):
+    """Keeps the options of an attention call; a subclass gives `forward`. No maths, no parameters."""
+
+    choice: Any = None  # of a factory: what it chose and why
+    workspace_default: int | None = None
+
+    def __init__(
+        self,
+        spec: DilatedSpec,
+        *,
+        enable_memory_pool: bool = False,
+        enable_profiling: bool = False,
+        lightweight_pool: bool = False,
+        use_pattern_cache: bool = True,
+        kernel: str = "auto",
+        workspace_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_flags(
+            enable_memory_pool=enable_memory_pool,
+            enable_profiling=enable_profiling,
+            lightweight_pool=lightweight_pool,
+            use_pattern_cache=use_pattern_cache,
+        )
+        self.spec = spec
+        self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
+        self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
+        self.kernel = kernel
+        self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
+        some = 1 if self.workspace_bytes is None else self.workspace_bytes
+        check_execution(kernel, some, self._memory, use_pattern_cache)
+        self._profile()
+        # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
+        self._drops = spec.dropout_p > 0
+        self.device = None if device is None else torch.device(device)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        self.dtype = dtype
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.spec.dropout_p if self.training and self._drops else 0
+
+    @property
+    def _pattern_cache(self) -> PatternCache | None:
+        return get_global_pattern_cache() if self.use_pattern_cache else None
+
+    @property
+    def _memory_pool(self) -> MemoryPool | None:
+        return get_global_memory_pool() if self.enable_memory_pool else None
+
+    @property
+    def _memory(self) -> str:
+        """The name of where a call's memory comes from, as the functional doors take it."""
+        if self.lightweight_pool and not self.enable_memory_pool:
+            raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
+        if not self.enable_memory_pool:
+            return FRESH
+        return LIGHTWEIGHT if self.lightweight_pool else POOL
+
+    def _profile(self) -> None:
+        if not self.enable_profiling:
+            return
+        profiled = [each for each in (self._pattern_cache, self._memory_pool) if each is not None]
+        if not profiled:
+            raise ValueError("enable_profiling needs a pattern cache or a memory pool, got neither")
+        for each in profiled:
+            each.enable_profiling = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._profile()
+
+    def _check_declared(self, query: Tensor) -> None:
+        if not isinstance(query, Tensor):
+            return  # the functional door rejects it
+        if self.dtype is not None and query.dtype != self.dtype:
+            raise TypeError(f"this module was made for {self.dtype}, got {query.dtype}")
+        if self.device is not None and (
+            query.device.type != self.device.type or self.device.index not in (None, query.device.index or 0)
+        ):
+            raise ValueError(f"this module was made for the device {self.device}, got {query.device}")
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        """(value, default) of options that the representation shows when they differ."""
+        return {
+            "softmax_scale": (self.spec.scale, None),
+            "attention_dropout": (self.spec.dropout_p, 0.0),
+            "enable_memory_pool": (self.enable_memory_pool, False),
+            "lightweight_pool": (self.lightweight_pool, False),
+            "use_pattern_cache": (self.use_pattern_cache, True),
+            "kernel": (self.kernel, "auto"),
+            "workspace_bytes": (self.workspace_bytes, self.workspace_default),
+            "device": (self.device, None),
+            "dtype": (self.dtype, None),
+        }
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        text = f"segment_lengths={spec.segment_lengths}, dilation_rates={spec.dilation_rates}"
+        changed = ((name, value) for name, (value, default) in self._changed().items() if value != default)
+        return text + "".join(f", {name}={value!r}" for name, value in changed)
