@@ -95,13 +95,13 @@ def test_made_modules_copy_and_pickle(plenty: None) -> None:
 
 
 def test_bad_arguments() -> None:
-    for kind in ("ring", "block_sparse", "distributed"):
+    for kind in ("ring", "distributed"):
         with pytest.raises(
             ValueError, match=f"kind '{kind}' is not available in this version; there are auto"
         ):
             create_dilated_attention(kind, SHORT, RATES)
     with pytest.raises(
-        ValueError, match="kind must be one of auto, standard, improved, improved_v2, got 'fast'"
+        ValueError, match="kind must be one of auto, standard, improved, improved_v2, block_sparse, got 'fast'"
     ):
         create_dilated_attention("fast", SHORT, RATES)
     with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):

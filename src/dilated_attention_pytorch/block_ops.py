@@ -79,9 +79,8 @@ def _build(
     n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None, options: BlockOptions
 ) -> BlockPlan:
     if starts is not None and columns is not None:
-        return plan_blocks(
-            BlockPattern(n, options.block_size, starts.cpu(), columns.cpu(), options.is_causal)
-        )
+        pattern = BlockPattern(n, options.block_size, starts.cpu(), columns.cpu())
+        return plan_blocks(pattern.causal() if options.is_causal else pattern)
     config, branches = _read_recipe(options.recipe)
     return plan_blocks(build_pattern(config, n, num_heads, is_causal=options.is_causal, branches=branches))
 

@@ -214,7 +214,7 @@ def attend_blocks(
     check_execution(kernel, 1 if workspace_bytes is None else workspace_bytes, memory, use_pattern_cache)
     spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
     if not isinstance(pattern, str):
-        pattern = _fitting(pattern, q, is_causal)
+        _check_fit(pattern, q, is_causal)
     options = BlockOptions(
         recipe=pattern if isinstance(pattern, str) else pattern.key if use_pattern_cache else "",
         block_size=0 if isinstance(pattern, str) else pattern.block_size,
@@ -242,6 +242,7 @@ def _run(
     if q.device.type == "cuda" and options.kernel == "auto" and not torch.compiler.is_compiling():
         blocks = recipe_pattern(q, options) if isinstance(pattern, str) else pattern
         if why_not_flex(q, blocks, options.dropout_p) is None:
+            blocks = blocks.causal() if options.is_causal else blocks
             return flex_block_sparse(q, k, v, blocks, scale=options.scale, key_mask=key_mask)
     starts, columns = (None, None) if isinstance(pattern, str) else (pattern.starts, pattern.columns)
     seed = torch.randint(2**62, (1,), device="cpu") if options.dropout_p else None
@@ -251,8 +252,7 @@ def _run(
     return result
 
 
-def _fitting(pattern: BlockPattern, q: Tensor, is_causal: bool) -> BlockPattern:
-    """The pattern as the call needs it, or an error."""
+def _check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
     b, n, h, _ = q.shape
     if pattern.n != n:
         raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
@@ -263,4 +263,3 @@ def _fitting(pattern: BlockPattern, q: Tensor, is_causal: bool) -> BlockPattern:
         )
     if pattern.is_causal and not is_causal:
         raise ValueError("a causal pattern is for causal attention, got is_causal=False")
-    return pattern.causal() if is_causal else pattern

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +30,7 @@ class BlockPattern:
     starts: Tensor  # (layouts * rows + 1,) int64
     columns: Tensor  # (kept blocks,) int32
     is_causal: bool = False
+    key: str = field(init=False)  # a digest of the content, under which plans of the pattern are cached
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.block_size < 1:
@@ -56,6 +57,11 @@ class BlockPattern:
                 raise ValueError("the columns of each row must rise")
             if self.is_causal and bool((self.columns > row % self.rows).any()):
                 raise ValueError("a causal pattern keeps no block above the diagonal, got one that does")
+        digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
+        for x in (self.starts, self.columns):
+            digest.update(pattern_files.raw_bytes(x))
+        # At once, although not all need it: compilers can read it, but not compute it.
+        object.__setattr__(self, "key", digest.hexdigest())
 
     @classmethod
     def from_layout(cls, layout: Tensor, n: int, block_size: int, *, is_causal: bool = False) -> BlockPattern:
@@ -123,14 +129,6 @@ class BlockPattern:
         k_len = torch.where(column == self.rows - 1, tail, self.block_size)
         on_diagonal = self.is_causal & (row == column)
         return int(torch.where(on_diagonal, q_len * (q_len + 1) // 2, q_len * k_len).sum())
-
-    @cached_property
-    def key(self) -> str:
-        """A digest of the content, under which plans of the pattern are cached."""
-        digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
-        for x in (self.starts, self.columns):
-            digest.update(pattern_files.raw_bytes(x))
-        return digest.hexdigest()
 
     def causal(self) -> BlockPattern:
         """The pattern without what lies above the diagonal."""

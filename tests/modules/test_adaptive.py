@@ -1,0 +1,199 @@
+"""The learned scorer: what it computes, that it learns, and that it is saved."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import BlockPattern, BlockSparseAdaptiveDilatedAttention, SparsePatternConfig
+from support.tolerances import assert_close
+
+SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "scorer_dim": 3}
+
+
+def make(ratio: float = 0.4, block_size: int = 16, **options: Any) -> BlockSparseAdaptiveDilatedAttention:
+    torch.manual_seed(5)
+    config = SparsePatternConfig("adaptive", ratio, block_size)
+    return BlockSparseAdaptiveDilatedAttention(sparse_config=config, **{**SIZES, **options}).double()
+
+
+def tensors(n: int = 90, b: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(n)
+    q, k, v = (torch.randn(b, n, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    return q, k, v
+
+
+def dense(
+    module: BlockSparseAdaptiveDilatedAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> Tensor:
+    """The docstring's formula with an n x n mask and n x n scores."""
+    b, n, h, d = q.shape
+    row, column = module.scores(q, k)
+    pattern = module.choose(row, column, n, causal)
+    block = torch.arange(n) // 16
+    gate = (row @ column.repeat_interleave(2, 1).transpose(-1, -2))[:, :, block][..., block]
+    k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(d) + gate
+    scores = scores.masked_fill(~pattern.to_dense().view(b, h, n, n), -math.inf)
+    return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equals_a_gated_dense_softmax(is_causal: bool) -> None:
+    module, (q, k, v) = make().eval(), tensors()
+    out, expected = module(q, k, v, is_causal), dense(module, q, k, v, is_causal)
+    assert_close(out, expected, torch.float64)
+    leaves = (q, k, v, module.query_scorer, module.key_scorer)
+    weight = torch.randn_like(out)
+    got = torch.autograd.grad((out * weight).sum(), leaves)
+    want = torch.autograd.grad((expected * weight).sum(), leaves)
+    for a, b in zip(got, want, strict=True):
+        assert a.abs().max() > 0
+        assert_close(a, b, torch.float64, "gradient")
+
+
+def test_scorer_gradient_agrees_with_finite_differences() -> None:
+    module, (q, k, v) = make().eval(), tensors()
+    weight = torch.randn(2, 90, 4, 8, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return (module(q, k, v) * weight).sum()
+
+    gradients = torch.autograd.grad(loss(), (module.query_scorer, module.key_scorer))
+    kept = module.choose(*module.scores(q, k), 90, False).key
+    with torch.no_grad():
+        for scorer, gradient in zip((module.query_scorer, module.key_scorer), gradients, strict=True):
+            for index in range(0, scorer.numel(), 7):
+                values, step = scorer.view(-1), 1e-6
+                start, ends = values[index].item(), []
+                for sign in (1, -1):
+                    values[index] = start + sign * step
+                    assert module.choose(*module.scores(q, k), 90, False).key == kept
+                    ends.append(loss().item())
+                values[index] = start
+                slope = (ends[0] - ends[1]) / (2 * step)
+                assert abs(slope - gradient.view(-1)[index].item()) < 1e-6 * max(1.0, abs(slope))
+
+
+def test_learns_to_keep_the_far_block_that_matters() -> None:
+    """One block of the past carries the answer and a mark in its keys; the scorer learns to keep it."""
+    torch.manual_seed(0)
+    b, n, h, d, size = 4, 512, 2, 16, 16
+    blocks = n // size
+    config = SparsePatternConfig("adaptive", 3 / blocks, size)
+    module = BlockSparseAdaptiveDilatedAttention(sparse_config=config, num_heads=h, head_dim=d, scorer_dim=8)
+    mark, asks = (torch.nn.functional.normalize(torch.randn(h, d), dim=-1) for _ in range(2))
+
+    def batch() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        q, k, v = (torch.randn(b, n, h, d) for _ in range(3))
+        where, answer = torch.randint(blocks, (b,)), torch.randn(b, h, d)
+        for i, j in enumerate(where.tolist()):
+            k[i, j * size : (j + 1) * size] += 1.5 * mark
+            v[i, j * size : (j + 1) * size] = answer[i]
+        return q + 2 * asks, k, v, where, answer
+
+    def share_of_rows() -> float:
+        module.eval()
+        shares = []
+        for _ in range(8):
+            q, k, _, where, _ = batch()
+            layout = module.choose(*module.scores(q, k), n, False).to_layout().view(b, h, blocks, blocks)
+            shares += [layout[i, :, :, j].float().mean().item() for i, j in enumerate(where.tolist())]
+        module.train()
+        return sum(shares) / len(shares)
+
+    before = share_of_rows()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    for step in range(80):
+        module.anneal(step / 80)
+        q, k, v, _, answer = batch()
+        loss = (module(q, k, v) - answer[:, None]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert before < 0.6
+    assert share_of_rows() >= 0.95
+
+
+def test_density_is_what_was_asked_and_the_diagonal_is_kept() -> None:
+    q, k, _ = tensors()
+    for ratio in (0.005, 0.2, 0.5, 1.0):
+        module = make(ratio)
+        for is_causal in (False, True):
+            pattern = module.choose(*module.scores(q, k), 90, is_causal)
+            rows = pattern.rows
+            total = rows * (rows + 1) / 2 if is_causal else rows**2
+            assert abs(pattern.density - ratio) * total <= rows
+            assert pattern.to_layout().diagonal(dim1=-2, dim2=-1).all()
+
+
+def test_noise_only_in_training_and_annealed_away() -> None:
+    module, (q, k, _) = make(0.5), tensors()
+    features = module.scores(q, k)
+
+    def chosen() -> set[str]:
+        return {module.choose(*features, 90, False).key for _ in range(5)}
+
+    assert len(chosen()) > 1
+    assert len({module.eval().choose(*features, 90, False).key for _ in range(3)}) == 1
+    module.train()
+    assert (module.temperature, module.progress.item()) == (1.0, 0.0)
+    module.anneal(0.5)
+    assert module.temperature == pytest.approx(0.05**0.5)
+    module.anneal(1.0)
+    assert module.temperature == pytest.approx(0.05)
+    cold = make(0.2, final_temperature=0.0)
+    cold.anneal(1.0)
+    assert cold.temperature == 0.0
+    for bad in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="progress must lie between 0 and 1"):
+            module.anneal(bad)
+
+
+def test_sizes_from_the_first_call_and_saved_state() -> None:
+    config = SparsePatternConfig("adaptive", 0.4, 16)
+    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=config, scorer_dim=3)
+    q, k, v = (x.detach().float() for x in tensors())
+    lazy(q, k, v)
+    assert lazy.query_scorer.shape == (4, 8, 3)
+    assert lazy.key_scorer.shape == (2, 8, 3)
+    lazy.anneal(0.25)
+    state = lazy.state_dict()
+    fresh = BlockSparseAdaptiveDilatedAttention(sparse_config=config, scorer_dim=3)
+    fresh.load_state_dict(state)
+    made = BlockSparseAdaptiveDilatedAttention(sparse_config=config, **SIZES)
+    made.load_state_dict(state)
+    for twin in (fresh, made, copy.deepcopy(lazy)):
+        assert torch.equal(twin.eval()(q, k, v), lazy.eval()(q, k, v))
+        assert twin.progress.item() == 0.25
+    with pytest.raises(ValueError, match=r"made for \(4, 8\) heads and features, got \(3, 8\)"):
+        lazy(q[:, :, :3], k[:, :, :1], v[:, :, :1])
+
+
+def test_half_precision_and_autocast() -> None:
+    module, (q, k, v) = make().float().eval(), tensors()
+    expected = module(*(x.float() for x in (q, k, v)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(*(x.float() for x in (q, k, v)))
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - expected).abs().max() < 0.1
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="sparse_config must be of type \"adaptive\", got 'random'"):
+        BlockSparseAdaptiveDilatedAttention(sparse_config={"pattern_type": "random"})
+    with pytest.raises(TypeError, match="makes its patterns itself, got a BlockPattern"):
+        BlockSparseAdaptiveDilatedAttention(sparse_config=BlockPattern.from_layout(torch.eye(2) > 0, 4, 2))
+    with pytest.raises(ValueError, match="num_heads and head_dim are given together"):
+        BlockSparseAdaptiveDilatedAttention(num_heads=4)
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got 3 and 4"):
+        BlockSparseAdaptiveDilatedAttention(num_heads=4, head_dim=8, num_kv_heads=3)
+    with pytest.raises(ValueError, match="scorer_dim must be a positive integer, got 0"):
+        BlockSparseAdaptiveDilatedAttention(scorer_dim=0)
+    with pytest.raises(ValueError, match=r"temperature must not be negative, got -1\.0"):
+        BlockSparseAdaptiveDilatedAttention(temperature=-1)

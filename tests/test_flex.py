@@ -1,0 +1,105 @@
+"""The FlexAttention path: its numbers in small on the CPU, its conditions, and that CUDA calls take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dilated_attention_pytorch import BlockPattern, block_sparse, block_sparse_attention
+from dilated_attention_pytorch.flex import flex_block_sparse, why_not_flex
+from support.tolerances import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("n", "size", "layouts"), [(200, 32, 4), (192, 64, 1), (130, 64, 8), (5, 8, 1)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_equals_the_engine(n: int, size: int, layouts: int, is_causal: bool, padded: bool) -> None:
+    torch.manual_seed(n)
+    blocks = -(-n // size)
+    layout = torch.rand(layouts, blocks, blocks) < 0.5
+    pattern = BlockPattern.from_layout(layout, n, size, is_causal=is_causal)
+    q, k, v = (torch.randn(2, n, h, 16) for h in (4, 2, 2))
+    mask = torch.rand(2, n) > 0.3 if padded else None
+    out, lse = flex_block_sparse(q, k, v, pattern, scale=0.25, key_mask=mask)
+    expected, expected_lse = block_sparse_attention(
+        q, k, v, pattern, is_causal=is_causal, scale=0.25, key_mask=mask, return_lse=True
+    )
+    assert out.is_contiguous()
+    assert_close(out, expected, torch.float32)
+    assert_close(lse, expected_lse, torch.float32)
+
+
+def pattern_of(blocks: int = 4, size: int = 128) -> BlockPattern:
+    return BlockPattern.from_layout(torch.eye(blocks) > 0, blocks * size, size)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "no backward on cpu"),
+        ({"dtype": torch.float64}, "no float64"),
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"size": 64}, "multiples of 128, and the pattern's are 64"),
+        ({"d": 8}, "16 features or more, and a head has 8"),
+    ],
+)
+def test_says_why_it_cannot_run(change: dict[str, Any], reason: str | None) -> None:
+    options = {"device": "cuda", "dtype": torch.float16, "dropout_p": 0.0, "size": 128, "d": 64, **change}
+    pattern = pattern_of(size=options["size"])
+    with FakeTensorMode():
+        q = torch.empty(1, pattern.n, 2, options["d"], dtype=options["dtype"], device=options["device"])
+    said = why_not_flex(q, pattern, options["dropout_p"])
+    assert (said is None) == (reason is None)
+    assert reason is None or reason in str(said)
+
+
+def test_too_many_blocks_for_its_mask() -> None:
+    pattern = BlockPattern.from_counts(
+        128 * 5000, 128, torch.ones(5000, dtype=torch.int64), torch.arange(5000), is_causal=False
+    )
+    with FakeTensorMode():
+        q = torch.empty(1, 128 * 5000, 1, 16, dtype=torch.float16, device="cuda")
+    assert "5000 x 5000 blocks" in str(why_not_flex(q, pattern, 0.0))
+
+
+@pytest.mark.parametrize("by_recipe", [False, True])
+def test_cuda_calls_take_it(by_recipe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fake tensors on a cuda device: the call arrives with the pattern, and its result is returned."""
+    arrived: list[BlockPattern] = []
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, **_: Any) -> tuple[Tensor, Tensor]:
+        arrived.append(pattern)
+        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+
+    monkeypatch.setattr(block_sparse, "flex_block_sparse", stand_in)
+    pattern: Any = pattern_of()
+    if by_recipe:
+        pattern = '{"config": {"pattern_type": "local_window", "sparsity_ratio": 0.25}, "branches": []}'
+    with FakeTensorMode():
+        q = torch.empty(1, 512, 2, 64, dtype=torch.float16, device="cuda")
+    out = block_sparse.attend_blocks(
+        q,
+        q,
+        q,
+        pattern,
+        is_causal=True,
+        scale=None,
+        dropout_p=0,
+        key_mask=None,
+        return_lse=False,
+        kernel="auto",
+        workspace_bytes=None,
+        memory="fresh",
+        use_pattern_cache=False,
+    )
+    assert isinstance(out, Tensor)
+    assert (out.device.type, out.shape) == ("cuda", q.shape)
+    assert len(arrived) == 1
+    assert arrived[0].is_causal
