@@ -14,7 +14,8 @@ from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import __main__ as bench
 from dilated_attention_pytorch.bench import demo, demo_checks
 from dilated_attention_pytorch.bench.cases import SUITES
-from dilated_attention_pytorch.bench.record import BEGIN, END, from_json
+from dilated_attention_pytorch.bench.record import from_json
+from dilated_attention_pytorch.bench.tables import BEGIN, END
 
 
 @pytest.fixture
@@ -77,6 +78,22 @@ def test_wrong_answer_fails_and_writes_nothing(
     assert not record.exists()
 
 
+def test_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = SUITES["quick"][:2]
+    real = bench.run_case
+
+    def run_case(case: Any, *args: Any) -> Any:
+        if case is second:
+            raise KeyboardInterrupt
+        return real(case, *args)
+
+    monkeypatch.setattr(bench, "run_case", run_case)
+    record = tmp_path / "record.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["quick", "--repeats", "1", "--out", str(record)])
+    assert [result.case for result in from_json(record.read_text()).results] == [first]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -87,6 +104,8 @@ def test_wrong_answer_fails_and_writes_nothing(
         (["quick", "--update", "no-such-page.md"], "no-such-page.md"),
         (["quick", "--render", "record.json"], "name no suites with it"),
         (["--render", "no-such-record.json"], "no-such-record.json"),
+        (["--draw", "no-such-directory"], "--draw takes a directory that is there"),
+        (["quick", "--draw", "."], "neither suites nor a record"),
     ],
 )
 def test_usage_errors_come_before_measuring(

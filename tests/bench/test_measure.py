@@ -62,6 +62,14 @@ def test_durations_are_those_of_the_clock_without_warmup() -> None:
     assert timings == {"bare": Timing((2.0, 4.0, 3.0)), "dilated": Timing((3.0, 8.0, 6.0))}
 
 
+def test_a_long_candidate_takes_part_in_some_rounds_spread_over_all() -> None:
+    order: list[str] = []
+    runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    timings = interleave(runs, 5, warmup=1, at_most={"b": 2})
+    assert "".join(order) == "a" + "ba" + "a" + "a" + "ab" + "a"
+    assert {name: len(timing.seconds) for name, timing in timings.items()} == {"a": 5, "b": 2}
+
+
 def test_interleave_refuses_no_rounds() -> None:
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         interleave({}, 0)

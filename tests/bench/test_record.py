@@ -8,16 +8,8 @@ import pytest
 
 from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
 from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
-from dilated_attention_pytorch.bench.record import (
-    BEGIN,
-    END,
-    Record,
-    from_json,
-    make_result,
-    replace_between_markers,
-    to_json,
-    to_markdown,
-)
+from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
+from dilated_attention_pytorch.bench.tables import BEGIN, END, replace_between_markers, to_markdown
 
 CONFIG = Config(4, 8, (16, 40), (1, 2))
 TIME = make_result(

@@ -9,18 +9,24 @@ from functools import partial
 from pathlib import Path
 
 from .cases import DEFAULT_SUITES, SUITES, Case, LongCase, PoolCase, describe
+from .figures import Figure, show_value
 from .gate import WrongAnswerError
 from .machine import machine_facts, project_facts
-from .record import Figure, Record, Result, from_json, replace_between_markers, to_json, to_markdown
+from .pictures import draw_patterns
+from .record import Record, Result, from_json, to_json
 from .run import run_case
+from .sparse_cases import SparseCase, sparse_targets
+from .tables import replace_between_markers, to_markdown
 
 DESCRIPTION = """\
 Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
-against the bytes of its results, and how both grow up to a million positions; and, in the suite `pool`, what
-pooled memory saves or costs.
+against the bytes of its results, and how both grow up to a million positions; in the suite `pool`, what
+pooled memory saves or costs; and in the suite `sparse`, how much faster than dense attention block-sparse
+attention is, what memory it takes, and what its patterns cost to build.
 
 Every case is checked against the definition; a wrong answer is never reported. Targets are shown next
 to the figures as met or not met. The table goes to standard output, progress to standard error.
+The record is written after each case, so that an interrupted run keeps what it has measured.
 """
 EPILOG = """\
 exit status: 0 measured, whether or not targets are met; 1 a wrong answer; 2 a usage error.
@@ -28,6 +34,7 @@ exit status: 0 measured, whether or not targets are met; 1 a wrong answer; 2 a u
 examples:
   python -m dilated_attention_pytorch.bench quick
   python -m dilated_attention_pytorch.bench speed --repeats 15 --out speed.json
+  python -m dilated_attention_pytorch.bench sparse --out sparse.json
   python -m dilated_attention_pytorch.bench --render speed.json --update README.md
 """
 
@@ -50,7 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         _check_places(options)
-        record = from_json(options.render.read_text()) if options.render else _measure(cases, options.repeats)
+        if options.draw:
+            print(*draw_patterns(options.draw), sep="\n")
+            return 0
+        if options.render:
+            record = from_json(options.render.read_text())
+        else:
+            record = _measure(cases, options.repeats, options.out)
         _publish(record, options)
     except WrongAnswerError as error:
         print(f"wrong answer: {error}", file=sys.stderr)
@@ -75,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats",
         type=int,
         metavar="N",
-        help="rounds of the speed, short and pool cases, instead of their own number",
+        help="rounds of the cases that compare times, instead of their own number",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record as JSON, after each case")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument(
         "--update",
@@ -90,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--render", type=Path, metavar="RECORD", help="measure nothing, take the figures from a JSON record"
     )
+    parser.add_argument(
+        "--draw",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing, paint the block patterns of the documentation",
+    )
     return parser
 
 
@@ -101,6 +120,8 @@ def _print_suites() -> None:
 
 
 def _targets(case: Case) -> str:
+    if isinstance(case, SparseCase):
+        return f"  [targets: {', '.join(found)}]" if (found := sparse_targets(case)) else ""
     if isinstance(case, LongCase):
         memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
         targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]
@@ -114,6 +135,8 @@ def _check_places(options: argparse.Namespace) -> None:
     """Finds out before the measurement, not after it, that its result cannot be stored."""
     if options.render and options.suites:
         raise ValueError("--render takes the figures from a record: name no suites with it")
+    if options.draw and (options.suites or options.render or not options.draw.is_dir()):
+        raise ValueError("--draw takes a directory that is there, and neither suites nor a record")
     for file in filter(None, (options.out, options.markdown)):
         if not file.parent.is_dir():
             raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
@@ -121,7 +144,8 @@ def _check_places(options: argparse.Namespace) -> None:
         replace_between_markers(file.read_text(), "")
 
 
-def _measure(cases: Sequence[Case], repeats: int | None) -> Record:
+def _measure(cases: Sequence[Case], repeats: int | None, out: Path | None) -> Record:
+    project = project_facts()
     machine = machine_facts()  # before the measurement itself raises the load
     load, cores = machine["load"], machine["cores"]
     if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
@@ -131,7 +155,10 @@ def _measure(cases: Sequence[Case], repeats: int | None) -> Record:
         result = run_case(case, repeats, partial(_say, prefix=f"[{number}/{len(cases)}] "))
         _say(_summary(result))
         results.append(result)
-    return Record(project_facts(), machine, tuple(results))
+        record = Record(project, machine, tuple(results))
+        if out:
+            out.write_text(to_json(record))
+    return record
 
 
 def _say(text: str, prefix: str = "") -> None:
@@ -145,16 +172,16 @@ def _summary(result: Result) -> str:
 def _sentence(figure: Figure, why_not: str | None) -> str:
     if figure.value is None:
         return f"{figure.name}: not measured, {why_not}"
-    scale, unit = (2**30, " GiB") if figure.unit == "bytes" else (1, "")
-    sentence = f"{figure.name}: {figure.value / scale:.3f}{unit}"
+    sentence = f"{figure.name}: {show_value(figure.value, figure.unit)}"
     if figure.target is None:
         return sentence
-    return f"{sentence}, target {figure.target / scale:.2f}{unit} {'met' if figure.met else 'not met'}"
+    target = f"{'at least ' if figure.at_least else ''}{show_value(figure.target, figure.unit)}"
+    return f"{sentence}, target {target} {'met' if figure.met else 'not met'}"
 
 
 def _publish(record: Record, options: argparse.Namespace) -> None:
     table = to_markdown(record)
-    if options.out:
+    if options.out and options.render:
         options.out.write_text(to_json(record))
     if options.markdown:
         options.markdown.write_text(table)

@@ -11,6 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..spec import DilatedSpec
+from .sparse_cases import (
+    SPARSE_KINDS,
+    SPARSE_QUICK,
+    SPARSE_SUITE,
+    SparseCase,
+    describe_sparse,
+    read_config,
+    read_entries,
+)
 
 GIB = 2**30
 
@@ -27,6 +36,10 @@ class Config:
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     is_causal: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
 
     @property
     def spec(self) -> DilatedSpec:
@@ -88,8 +101,15 @@ class PoolCase:
     repeats: int = 9
 
 
-Case = TimeCase | MemoryCase | LongCase | PoolCase
-KINDS: dict[str, type[Case]] = {"time": TimeCase, "memory": MemoryCase, "long": LongCase, "pool": PoolCase}
+DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
+Case = DilatedCase | SparseCase
+KINDS: dict[str, type[Case]] = {
+    "time": TimeCase,
+    "memory": MemoryCase,
+    "long": LongCase,
+    "pool": PoolCase,
+    **SPARSE_KINDS,
+}
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
 _SPEED = Config(12, 64, *_BRANCHES)
@@ -142,6 +162,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
             ("n = 262144", ((1, 262144),), 2),
         )
     ),
+    "sparse": SPARSE_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -151,6 +172,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         MemoryCase("quick memory", _QUICK, 16384, backward=True),
         LongCase("quick long", _QUICK, 16384, 4096, repeats=1),
         PoolCase("quick pool", _QUICK, ((1, 2048), (2, 777)), True, None, None, None, repeats=3),
+        *SPARSE_QUICK,
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -158,6 +180,8 @@ DEFAULT_SUITES = ("speed", "short", "memory")
 
 def describe(case: Case) -> str:
     """The sizes of a case in a few words."""
+    if isinstance(case, SparseCase):
+        return describe_sparse(case)
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"
@@ -180,6 +204,11 @@ def case_from_dict(data: dict[str, Any]) -> Case:
     """The inverse of `case_to_dict`, also after JSON turned tuples into lists."""
     fields = dict(data)
     config = fields["config"]
+    if fields["kind"] in SPARSE_KINDS:
+        fields["config"] = read_config(config)
+        if "patterns" in fields:
+            fields["patterns"] = read_entries(fields["patterns"])
+        return KINDS[fields.pop("kind")](**fields)
     branches = (tuple(config["segment_lengths"]), tuple(config["dilation_rates"]))
     fields["config"] = Config(config["h"], config["d"], *branches, config["is_causal"])
     if "calls" in fields:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,8 +21,12 @@ from .candidates import attend
 from .cases import Case, Config, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
 from .gate import make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
+from .sparse_candidates import make_module, make_pattern
+from .sparse_cases import ModuleMemoryCase, PatternCase, SparseConfig, SparseMemoryCase
+from .sparse_gate import SparseResults, make_sparse_call, run_sparse_call, sparse_rows_error
 
 WARMUP_LENGTH = 1024
+WARMUP_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,11 @@ class Measured:
     why_not: str | None = None
 
 
-def measure_in_child(case: Case, repeats: int, memory: str = "fresh") -> Measured:
-    """Measures a memory, long or pool case in a fresh interpreter; `memory` is for a pool case."""
+def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
+    """Measures a case in a fresh interpreter.
+
+    `variant` is the memory of a pool case, and the module of a case that compares modules.
+    """
     needed, memory_now = input_and_result_bytes(case), host_memory()
     if memory_now is not None and needed > 0.9 * memory_now.available:
         there = f"{memory_now.available / 2**30:.1f} GiB are available"
@@ -44,7 +52,7 @@ def measure_in_child(case: Case, repeats: int, memory: str = "fresh") -> Measure
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "memory": memory}),
+        input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "variant": variant}),
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -108,8 +116,69 @@ def measure_long(case: LongCase, repeats: int) -> Measured:
     return Measured(rows_error(call, results), {"peak_total": peak}, seconds)
 
 
+def measure_sparse_memory(case: SparseMemoryCase) -> Measured:
+    """Time of the pattern's build and of the call; peak memory above that of the inputs and the pattern."""
+    _warm_up_sparse(case.config)
+    before = reset_peak_memory()
+    start = time.perf_counter()
+    pattern = make_pattern(case.config, case.n)
+    build_seconds = time.perf_counter() - start
+    build_peak = read_status("VmHWM") - before
+    call = make_sparse_call(case.config, case.n, pattern)
+    before = reset_peak_memory()
+    start = time.perf_counter()
+    results = run_sparse_call(call)
+    seconds = time.perf_counter() - start
+    peak = read_status("VmHWM")
+    assert results.lse is not None
+    nbytes = {
+        "peak_extra": peak - before,
+        "results": results.out.nbytes + results.lse.nbytes,
+        "pattern": pattern.nbytes,
+        "build_peak_extra": build_peak,
+    }
+    return Measured(
+        sparse_rows_error(call, results), nbytes, {"build": (build_seconds,), "attention": (seconds,)}
+    )
+
+
+def measure_module(case: ModuleMemoryCase, name: str) -> Measured:
+    """Peak memory above that of the inputs in one forward of a module, which builds its pattern itself."""
+    attention = make_module(case.config, name)
+    call = make_sparse_call(case.config, case.n, make_pattern(case.config, case.n))
+    with torch.no_grad():
+        short = WARMUP_BLOCKS * case.config.block_size
+        attention(*(x[:, :short] for x in (call.q, call.k, call.v)), is_causal=case.config.is_causal)
+        before = reset_peak_memory()
+        start = time.perf_counter()
+        out = attention(call.q, call.k, call.v, is_causal=case.config.is_causal)
+        seconds = time.perf_counter() - start
+    peak = read_status("VmHWM")
+    nbytes = {"peak_extra": peak - before, "results": out.nbytes}
+    return Measured(sparse_rows_error(call, SparseResults(out, None)), nbytes, {"attention": (seconds,)})
+
+
+def measure_build(case: PatternCase, repeats: int) -> Measured:
+    """Time and peak memory of the build alone. `error` is None: there is no result to check."""
+    _warm_up_sparse(case.config)
+    seconds = []
+    before = reset_peak_memory()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pattern = make_pattern(case.config, case.n)
+        seconds.append(time.perf_counter() - start)
+        sizes = {"pattern": pattern.nbytes, "blocks": pattern.columns.numel(), "layouts": len(pattern)}
+        del pattern  # or the next build would find it in its way
+    return Measured(None, {"peak_extra": read_status("VmHWM") - before, **sizes}, {"build": tuple(seconds)})
+
+
 def input_and_result_bytes(case: Case) -> int:
-    """Bytes of all tensors that a memory or long case holds at once."""
+    """Bytes of all tensors that a case in a process of its own holds at once."""
+    if isinstance(case, PatternCase):
+        return 0  # no tensors, and a pattern is small
+    if isinstance(case, (SparseMemoryCase, ModuleMemoryCase)):
+        itemsize: int = getattr(torch, case.config.dtype).itemsize
+        return case.n * case.config.h * (4 * itemsize * case.config.d + 4)
     assert isinstance(case, (MemoryCase, LongCase, PoolCase))
     tensors = 8 if not isinstance(case, LongCase) and case.backward else 4
     positions = max(b * n for b, n in case.calls) if isinstance(case, PoolCase) else case.n
@@ -121,6 +190,11 @@ def _warm_up(config: Config, backward: bool) -> None:
     run_call(make_call(config, 1, WARMUP_LENGTH, backward=backward))
 
 
+def _warm_up_sparse(config: SparseConfig) -> None:
+    n = WARMUP_BLOCKS * config.block_size
+    run_sparse_call(make_sparse_call(config, n, make_pattern(config, n)))
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     case = case_from_dict(request["case"])
@@ -128,7 +202,13 @@ def main() -> None:
         if isinstance(case, MemoryCase):
             measured = measure_memory(case)
         elif isinstance(case, PoolCase):
-            measured = measure_pool(case, request["memory"])
+            measured = measure_pool(case, request["variant"])
+        elif isinstance(case, SparseMemoryCase):
+            measured = measure_sparse_memory(case)
+        elif isinstance(case, ModuleMemoryCase):
+            measured = measure_module(case, request["variant"])
+        elif isinstance(case, PatternCase):
+            measured = measure_build(case, request["repeats"])
         else:
             assert isinstance(case, LongCase)
             measured = measure_long(case, request["repeats"])

@@ -42,20 +42,25 @@ def interleave(
     repeats: int,
     *,
     warmup: int = 1,
+    at_most: Mapping[str, int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Runs all candidates once a round, in alternating order, and times each run.
 
     What else the machine does then falls on all of them alike, and each runs as often right after itself as
-    right after another. `warmup` rounds before the first are not timed.
+    right after another. `warmup` rounds before the first are not timed. Candidates of `at_most` take part in
+    that many rounds, spread over all of them, and in no warmup.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
+    limits = at_most or {}
     with _no_garbage_collection():
         for number in range(-warmup, repeats):
             for name in order:
+                if name in limits and (number < 0 or number * limits[name] % repeats >= limits[name]):
+                    continue
                 start = clock()
                 candidates[name]()
                 elapsed = clock() - start

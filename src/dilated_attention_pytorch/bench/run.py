@@ -11,12 +11,17 @@ from .child import measure_in_child
 from .gate import accept, check_case
 from .measure import interleave
 from .record import Result, make_result
+from .sparse_candidates import count_sparse_flops, entry_config, make_pattern, time_candidates
+from .sparse_cases import ModuleMemoryCase, PatternCase, SparseCase, SparseTimeCase
+from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    if repeats is None or not isinstance(case, (TimeCase, PoolCase)):
+    if repeats is None or not isinstance(case, (TimeCase, PoolCase, SparseTimeCase)):
         repeats = case.repeats
+    if isinstance(case, SparseCase):
+        return _run_sparse(case, repeats, say)
     say(f"{case.name}: checking")
     error = check_case(case)
     if isinstance(case, TimeCase):
@@ -47,4 +52,49 @@ def _run_pool(case: PoolCase, repeats: int, error: float, say: Callable[[str], N
         if measured.error is not None:
             error = max(error, accept(case.name, measured.error))
             counts |= {f"{name}_{memory}": nbytes for name, nbytes in measured.nbytes.items()}
+    return make_result(case, repeats, error, seconds, counts, why_not)
+
+
+def _run_sparse(case: SparseCase, repeats: int, say: Callable[[str], None]) -> Result:
+    if isinstance(case, SparseTimeCase):
+        return _time_sparse(case, repeats, say)
+    say(f"{case.name}: checking")
+    error = check_sparse_case(case, {})
+    say(f"{case.name}: right within {error:.0e} when reduced, measuring in a process of its own")
+    if isinstance(case, ModuleMemoryCase):
+        return _compare_modules(case, repeats, error)
+    measured = measure_in_child(case, repeats)
+    counts = measured.nbytes
+    if measured.error is not None:
+        error = max(error, accept_sparse(case, measured.error))
+    if isinstance(case, PatternCase) and counts:
+        check_density(case.name, case.config, counts["layouts"], counts["blocks"], case.n)
+    return make_result(case, repeats, error, measured.seconds, counts, measured.why_not)
+
+
+def _time_sparse(case: SparseTimeCase, repeats: int, say: Callable[[str], None]) -> Result:
+    say(f"{case.name}: checking")
+    patterns = {entry.name: make_pattern(entry_config(case.config, entry), case.n) for entry in case.patterns}
+    error = check_sparse_case(case, patterns)
+    dense_repeats = min(case.dense_repeats, repeats)
+    say(f"{case.name}: right within {error:.0e}, timing {repeats} rounds, dense attention in {dense_repeats}")
+    # The gate has just made each sparse call at full length: nothing is left to warm up.
+    candidates = time_candidates(case, patterns)
+    timings = interleave(candidates, repeats, warmup=0, at_most={"dense": dense_repeats})
+    seconds = {name: timing.seconds for name, timing in timings.items()}
+    flops = {f"flops {name}": number for name, number in count_sparse_flops(case, patterns).items()}
+    return make_result(case, repeats, error, seconds, flops)
+
+
+def _compare_modules(case: ModuleMemoryCase, repeats: int, error: float) -> Result:
+    counts: dict[str, int] = {}
+    seconds: dict[str, tuple[float, ...]] = {}
+    why_not = None
+    for role, name in (("module", case.module), ("base", case.base)):
+        measured = measure_in_child(case, repeats, name)
+        why_not = why_not or measured.why_not
+        if measured.error is not None:
+            error = max(error, accept_sparse(case, measured.error))
+            counts |= {f"{what}_{role}": nbytes for what, nbytes in measured.nbytes.items()}
+            seconds[role] = measured.seconds["attention"]
     return make_result(case, repeats, error, seconds, counts, why_not)

@@ -199,16 +199,18 @@ def _random(
     """What every row keeps in any case, filled up with columns drawn without repetition."""
     rng = torch.Generator().manual_seed(config.seed)
     counts, columns = _nearest_first(config, budget, torch.arange(rows), rows, is_causal, branches)
-    row = torch.repeat_interleave(torch.arange(rows), counts)
-    heads = torch.arange(num_heads)[:, None]
-    keys = ((heads * rows + row) * rows + columns).flatten()  # sorted: (head, row, column) in one number
+    held = torch.repeat_interleave(torch.arange(rows), counts) * rows + columns  # (row, column) in one number
     choices = torch.arange(1, rows + 1) if is_causal else torch.full((rows,), rows)
-    wanted = torch.maximum(choices.clamp_max(budget.per_row), counts).repeat(num_heads)
-    choices = choices.repeat(num_heads)
+    wanted = torch.maximum(choices.clamp_max(budget.per_row), counts)
     is_crowded = 2 * wanted > choices  # drawing until all are different would take long there
-    keys = _draw_apart(keys, torch.where(is_crowded, 0, wanted), choices, rows, rng)
-    keys = _draw_ordered(keys, is_crowded.nonzero().flatten(), wanted, choices, rows, rng)
-    return torch.bincount(keys // rows, minlength=num_heads * rows), keys % rows
+    crowded, apart = is_crowded.nonzero().flatten(), torch.where(is_crowded, 0, wanted)
+    all_counts, all_columns = [], []
+    for _ in range(num_heads):  # one after the other, so that only one needs scratch
+        keys = _draw_apart(held, apart, choices, rows, rng)
+        keys = _draw_ordered(keys, crowded, wanted, choices, rows, rng)
+        all_counts.append(torch.bincount(keys // rows, minlength=rows))
+        all_columns.append((keys % rows).to(torch.int32))
+    return torch.cat(all_counts), torch.cat(all_columns)
 
 
 def _draw_apart(keys: Tensor, wanted: Tensor, choices: Tensor, rows: int, rng: torch.Generator) -> Tensor:

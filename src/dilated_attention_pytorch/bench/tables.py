@@ -1,0 +1,205 @@
+"""The record as Markdown: tables by kind of case, rendered from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .cases import LongCase, MemoryCase, PoolCase, TimeCase, describe
+from .figures import Figure, show_value
+from .measure import Timing
+from .record import Record, Result
+from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+def to_markdown(record: Record) -> str:
+    """Tables by kind of case, and the sentence that says where they come from."""
+    kinds = [
+        ("**Time** over that of the bare kernel on ready-made tiles", TimeCase, _time_table),
+        ("**Memory** that a call adds to its inputs", MemoryCase, _memory_table),
+        ("**Pooled memory**: time and peak memory over those with fresh memory", PoolCase, _pool_table),
+        ("**Long**: one call against as many short ones as give its length", LongCase, _long_table),
+        ("**Block-sparse time** against dense attention of the same shape", SparseTimeCase, _sparse_table),
+        ("**Block-sparse memory** that a call adds to its inputs", SparseMemoryCase, _sparse_memory_table),
+        ("**Pattern builds** alone", PatternCase, _build_table),
+        ("**Modules**: memory that a call adds, over the base", ModuleMemoryCase, _module_table),
+    ]
+    parts = []
+    for title, kind, table in kinds:
+        results = [result for result in record.results if isinstance(result.case, kind)]
+        if results:
+            parts += [title, table(results), _descriptions(results)]
+    return "\n\n".join([*parts, _origin(record)]) + "\n"
+
+
+def replace_between_markers(text: str, table: str) -> str:
+    """The text with everything between the two bench markers replaced by the table."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the text must hold one {BEGIN} and after it one {END}")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
+
+
+def _time_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        bare, dilated = (Timing(result.seconds[name]) for name in ("bare", "dilated"))
+        minimum, median = result.figures
+        speed = f"{result.counts['flops'] / dilated.minimum / 1e9:.0f}"
+        times = [_milliseconds(bare), _milliseconds(dilated)]
+        rows.append([result.case.name, *times, speed, _number(minimum), _number(median), _verdict(minimum)])
+    head = ["case", "bare, ms", "dilated, ms", "GFLOP/s", "ratio of minima", "of medians", "target"]
+    return _table(head, rows)
+
+
+def _memory_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        peak, nbytes = (_mebibytes(result.counts.get(name)) for name in ("peak_extra", "results"))
+        rows.append([result.case.name, peak, nbytes, *_shown(result, result.figures[0])])
+    return _table(["case", "peak extra, MiB", "results, MiB", "ratio", "target"], rows)
+
+
+def _long_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        seconds = {name: f"{Timing(values).minimum:.2f} s" for name, values in result.seconds.items()}
+        peak, minimum, _ = result.figures
+        times = [seconds.get("base", ""), seconds.get("long", "")]
+        rows.append([result.case.name, *_shown(result, peak), *times, *_shown(result, minimum)])
+    head = ["case", "peak memory", "target", "short calls", "long call", "ratio of minima", "target"]
+    return _table(head, rows)
+
+
+def _pool_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        milliseconds = _milliseconds(Timing(result.seconds["fresh"]))
+        cells = [_pool_cell(figure) for figure in result.figures]
+        peak = _mebibytes(result.counts.get("peak_extra_fresh"))
+        rows.append([result.case.name, milliseconds, *cells[:4], peak, *cells[4:]])
+    head = ["case", "fresh, ms", "pool", "lightweight", "manager", "no plan cache"]
+    return _table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
+
+
+def _pool_cell(figure: Figure) -> str:
+    return f"**{_number(figure)}**" if figure.met is False else _number(figure)
+
+
+def _sparse_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        assert isinstance(result.case, SparseTimeCase)
+        flops = {name: result.counts[f"flops {name}"] for name in result.seconds}
+        timings = {name: Timing(values) for name, values in result.seconds.items()}
+        rates = {name: flops[name] / timing.minimum / 1e9 for name, timing in timings.items()}
+        figures = dict(zip([e.name for e in result.case.patterns], result.figures[::2], strict=True))
+        for name, timing in timings.items():
+            is_bare = name == "bare"
+            density = "" if is_bare else f"{flops[name] / flops['dense']:.4f}"
+            cells = [f"{result.case.name}, {name}", density, _milliseconds(timing), f"{rates[name]:.0f}"]
+            share = f"{rates[name] / rates['bare']:.2f}"
+            verdict = [_number(figures[name]), _verdict(figures[name])] if name in figures else ["", ""]
+            rows.append([*cells, share, *verdict])
+    head = [
+        "case and pattern",
+        "density",
+        "ms",
+        "GFLOP/s",
+        "of the bare rate",
+        "speed-up over dense",
+        "target",
+    ]
+    return _table(head, rows)
+
+
+def _sparse_memory_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        names = ("peak_extra", "results", "pattern")
+        peak, nbytes, pattern = (_mebibytes(result.counts.get(name)) for name in names)
+        memory, build = result.figures
+        seconds = {name: f"{min(values):.3f}" for name, values in result.seconds.items()}
+        times = [seconds.get(name, "") for name in ("build", "attention")]
+        cells = [*_shown(result, memory), pattern, *times, *_shown(result, build)]
+        rows.append([result.case.name, peak, nbytes, *cells])
+    head = ["case", "peak extra, MiB", "out + lse, MiB", "ratio", "target"]
+    return _table([*head, "pattern, MiB", "build, s", "attention, s", "ratio", "target"], rows)
+
+
+def _build_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        seconds = [f"{min(values):.3f}" for values in result.seconds.values()] or [""]
+        nbytes = _mebibytes(result.counts.get("pattern"))
+        rows.append([result.case.name, *seconds, nbytes, *_shown(result, result.figures[0])])
+    return _table(["case", "s", "pattern, MiB", "peak extra", "target"], rows)
+
+
+def _module_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        names = ("peak_extra_module", "peak_extra_base")
+        module, base = (_mebibytes(result.counts.get(name)) for name in names)
+        rows.append([result.case.name, module, base, *_shown(result, result.figures[0])])
+    return _table(["case", "peak extra, MiB", "of the base, MiB", "ratio", "target"], rows)
+
+
+def _shown(result: Result, figure: Figure) -> list[str]:
+    if figure.value is None and result.why_not:
+        return [f"not measured: {result.why_not}", _verdict(figure)]
+    return [_number(figure), _verdict(figure)]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
+
+
+def _verdict(figure: Figure) -> str:
+    if figure.target is None:
+        return ""
+    words = {None: "", True: ", met", False: ", **not met**"}[figure.met]
+    bound = "at least " if figure.at_least else ""
+    return f"{bound}{show_value(figure.target, figure.unit)}{words}"
+
+
+def _number(figure: Figure) -> str:
+    return "not measured" if figure.value is None else show_value(figure.value, figure.unit)
+
+
+def _milliseconds(timing: Timing) -> str:
+    """Minimum, then median and quartile distance."""
+    minimum, median, spread = (1e3 * value for value in (timing.minimum, timing.median, timing.spread))
+    return f"{minimum:.1f} ({median:.1f} ± {spread / 2:.1f})"
+
+
+def _mebibytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**20:.1f}"
+
+
+def _descriptions(results: Iterable[Result]) -> str:
+    """Sizes of the cases, each stated once with the cases that share them."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        names.setdefault(describe(result.case), []).append(result.case.name)
+    return "\n".join(f"- {', '.join(shared)}: {sizes}." for sizes, shared in names.items())
+
+
+def _origin(record: Record) -> str:
+    project, machine = record.project, record.machine
+    commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
+    changed = " with local changes" if project.get("changed") else ""
+    dtypes = sorted({result.case.config.dtype for result in record.results}, reverse=True) or ["float32"]
+    repeats = sorted({result.repeats for result in record.results if result.seconds})
+    rounds = f", {' or '.join(map(str, repeats))} rounds" if repeats else ""
+    legend = " Times: minimum (median ± half the quartile distance)." if repeats else ""
+    load = machine.get("load")
+    busy = "" if load is None else f", load average {load} before the run"
+    return (
+        f"Version {project.get('version') or 'unknown'}{commit}{changed}; {' and '.join(dtypes)} on "
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads; "
+        f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
+    )
