@@ -101,7 +101,8 @@ def test_bad_arguments() -> None:
         ):
             create_dilated_attention(kind, SHORT, RATES)
     with pytest.raises(
-        ValueError, match="kind must be one of auto, standard, improved, improved_v2, block_sparse, got 'fast'"
+        ValueError,
+        match="kind must be one of auto, standard, improved, improved_v2, block_sparse, got 'fast'",
     ):
         create_dilated_attention("fast", SHORT, RATES)
     with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):

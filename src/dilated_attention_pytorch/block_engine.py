@@ -134,7 +134,7 @@ class _Keys:
         mask = None
         if inputs.key_mask is not None:
             mask = inputs.key_mask[panel.batch][tokens].repeat(panel.num_kv, 1).unsqueeze(1)
-        shape = (panel.num_kv * panel.num_rows, 1, tile.k_len, k.shape[-1])
+        shape = (panel.num_kv * tokens.shape[0], 1, tile.k_len, k.shape[-1])
         return inputs.how(k.view(shape), v.view(shape), mask, panel.index * 2**16 + number, tile.is_causal)
 
 
@@ -154,6 +154,8 @@ class _FlatRows:
             x = x.contiguous()
             axes = list(zip(x.shape[:3], x.stride(), strict=False))
         steps = [step // d if size > 1 else 0 for size, step in axes]  # an axis of length 1 may have any step
+        if not x.numel():
+            return cls(x.reshape(0, d), *steps)
         count = 1 + sum((size - 1) * step for (size, _), step in zip(axes, steps, strict=True))
         return cls(x.as_strided((count, d), (d, 1)), *steps)
 
@@ -215,7 +217,8 @@ def _attend(panel: Panel, queries: _Rows, inputs: Inputs, keys: _Keys) -> tuple[
     q = queries.read("query", inputs.q, inputs, inputs.tile_dtype)
     out, lse = None, None
     for number, tile in enumerate(panel.tiles):
-        part, part_lse = inputs.kernel.forward(q, *keys.gather(panel, tile, number))
+        part, part_lse = inputs.kernel.forward(_meeting(q, tile), *keys.gather(panel, tile, number))
+        part, part_lse = part.view(q.shape), part_lse.view(q.shape[:3])
         if out is None or lse is None:
             out, lse = part.to(inputs.accumulate_dtype) if len(panel.tiles) > 1 else part, part_lse
         else:
@@ -223,6 +226,14 @@ def _attend(panel: Panel, queries: _Rows, inputs: Inputs, keys: _Keys) -> tuple[
     if out is None or lse is None:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=inputs.accumulate_dtype)
     return out, lse
+
+
+def _meeting(rows: Tensor, tile: Tile) -> Tensor:
+    """Packed rows as they meet a tile's keys: all that meet the same, in one line unless it is causal."""
+    if tile.is_causal:
+        return rows
+    units, group, q_len, *rest = rows.shape
+    return rows.view(units // tile.join, 1, tile.join * group * q_len, *rest)
 
 
 def _panel_gradients(
@@ -244,9 +255,11 @@ def _panel_gradients(
     dq = None
     for number, tile in enumerate(panel.tiles):
         k, v, how = keys.gather(panel, tile, number)
-        part, dk, dv = inputs.kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how)
+        tile_grad_lse = None if grad_lse is None else _meeting(grad_lse, tile)
+        d_out, tile_q, tile_out, tile_lse = (_meeting(x, tile) for x in (grad_out, q, out, lse))
+        part, dk, dv = inputs.kernel.backward(d_out, tile_grad_lse, tile_q, k, v, tile_out, tile_lse, how)
         sums.add(tile, dk, dv)
-        part = part.to(inputs.accumulate_dtype)
+        part = part.to(inputs.accumulate_dtype).view(q.shape)
         dq = part if dq is None else dq.add_(part)
     assert dq is not None
     return dq

@@ -52,14 +52,15 @@ def build_block_pattern(
             raise ValueError(
                 f"query must have the length {n} and {num_heads} heads, got shape {tuple(query.shape)}"
             )
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             means = [pool_blocks(x, config.block_size) for x in (query, key)]
             heads = [x.repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1) for x in means]
             return score_pattern(heads[0], heads[1], n, config, is_causal=is_causal)
     if query is not None or key is not None:
         raise ValueError(f'query and key are for "adaptive" patterns, got one of {config.pattern_type!r}')
     branches = check_branches(config, segment_lengths, dilation_rates)
-    return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
+    with torch.device("cpu"):
+        return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
 
 
 def check_branches(

@@ -71,8 +71,7 @@ class Inputs:
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         dropout = None
         if self.dropout_p:
-            seed = (self.seed + index * 0x9E3779B97F4A7C15) % 2**63  # far apart for neighbouring tiles
-            dropout = Dropout(self.dropout_p, seed)
+            dropout = Dropout(self.dropout_p, _scatter(self.seed + index))
         return k, v, How(is_causal, self.scale, mask, dropout)
 
 
@@ -209,3 +208,11 @@ def _outputs(
 def _accumulator(slot: str, block: Tensor, inputs: Inputs) -> Tensor:
     """Scratch in accumulation precision for a panel's block of an output."""
     return inputs.workspace.take(slot, tuple(block.shape), inputs.accumulate_dtype, block.device)
+
+
+def _scatter(x: int) -> int:
+    """SplitMix64: neighbouring numbers become seeds that differ in all bits, of which CPUs use the low 32."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) % 2**63

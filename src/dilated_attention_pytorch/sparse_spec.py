@@ -39,8 +39,8 @@ class SparsePatternConfig:
       is a name of `HIERARCHIES` or the levels themselves.
     - "adaptive": the blocks whose pooled keys score best against the pooled queries; depends on the content.
 
-    `global_tokens` makes that many first tokens global in any type, as far as half of the budget goes.
-    `window_size`, in tokens, is kept first in any type; "local_window" and "global_local" keep nothing
+    `global_tokens` makes that many first tokens global in any type, as far as half of the budget goes. After
+    them `window_size`, in tokens, is kept first in any type; "local_window" and "global_local" keep nothing
     beyond it and may then stay below the budget.
     """
 
@@ -70,9 +70,7 @@ class SparsePatternConfig:
                 )
         if self.global_tokens is not None:
             _whole_number("global_tokens", self.global_tokens, 0)
-        _whole_number("seed", self.seed, 0)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        _whole_number("seed", self.seed, 0, bits=63)
         if not isinstance(self.hierarchy, str):
             object.__setattr__(self, "hierarchy", _check_levels(self.hierarchy))
         elif self.hierarchy not in HIERARCHIES:
@@ -105,11 +103,13 @@ class SparsePatternConfig:
         return cls(**config)
 
 
-def _whole_number(name: str, value: int, least: int) -> None:
+def _whole_number(name: str, value: int, least: int, bits: int = 62) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
 
 
 def _check_levels(levels: Sequence[tuple[int, float]]) -> Levels:

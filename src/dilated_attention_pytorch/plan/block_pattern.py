@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.blocks import check_flags
 from . import pattern_files
 
 
@@ -33,8 +34,21 @@ class BlockPattern:
     key: str = field(init=False)  # a digest of the content, under which plans of the pattern are cached
 
     def __post_init__(self) -> None:
-        if self.n < 1 or self.block_size < 1:
-            raise ValueError(f"n and block_size must be positive, got {self.n} and {self.block_size}")
+        # A pattern outlives the call: it must not be an inference tensor, which training refuses.
+        with torch.inference_mode(False):
+            for name in ("starts", "columns"):
+                x = getattr(self, name)
+                if isinstance(x, Tensor) and x.is_inference():
+                    object.__setattr__(self, name, x.clone())
+            self._check()
+        digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
+        for x in (self.starts, self.columns):
+            digest.update(pattern_files.raw_bytes(x))
+        # At once, although not all need it: compilers can read it, but not compute it.
+        object.__setattr__(self, "key", digest.hexdigest())
+
+    def _check(self) -> None:
+        _check_sizes(self.n, self.block_size, self.is_causal)
         for name, x, dtype in (("starts", self.starts, torch.int64), ("columns", self.columns, torch.int32)):
             if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != 1 or x.device.type != "cpu":
                 kind = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
@@ -57,11 +71,6 @@ class BlockPattern:
                 raise ValueError("the columns of each row must rise")
             if self.is_causal and bool((self.columns > row % self.rows).any()):
                 raise ValueError("a causal pattern keeps no block above the diagonal, got one that does")
-        digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
-        for x in (self.starts, self.columns):
-            digest.update(pattern_files.raw_bytes(x))
-        # At once, although not all need it: compilers can read it, but not compute it.
-        object.__setattr__(self, "key", digest.hexdigest())
 
     @classmethod
     def from_layout(cls, layout: Tensor, n: int, block_size: int, *, is_causal: bool = False) -> BlockPattern:
@@ -72,6 +81,7 @@ class BlockPattern:
         if not isinstance(layout, Tensor) or layout.dtype != torch.bool:
             kind = layout.dtype if isinstance(layout, Tensor) else type(layout).__name__
             raise TypeError(f"a layout must be a bool tensor, got {kind}")
+        _check_sizes(n, block_size, is_causal)
         blocks = count_blocks(n, block_size)
         if layout.dim() not in (2, 3) or layout.shape[-2:] != (blocks, blocks) or not layout.numel():
             raise ValueError(
@@ -87,7 +97,7 @@ class BlockPattern:
         cls, n: int, block_size: int, counts: Tensor, columns: Tensor, is_causal: bool
     ) -> BlockPattern:
         """From the number of kept blocks of each row and all columns, row by row."""
-        starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+        starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=starts[1:])
         return cls(n, block_size, starts, columns.to(torch.int32), is_causal)
 
@@ -107,7 +117,7 @@ class BlockPattern:
     @property
     def row_of_blocks(self) -> Tensor:
         """For every kept block its row, counted over all layouts."""
-        return torch.repeat_interleave(torch.arange(self.starts.numel() - 1), self.counts)
+        return torch.repeat_interleave(torch.arange(self.starts.numel() - 1, device="cpu"), self.counts)
 
     @property
     def density(self) -> float:
@@ -141,13 +151,13 @@ class BlockPattern:
 
     def to_layout(self) -> Tensor:
         """(layouts, blocks, blocks) bool. For small patterns: its size grows with the square of n."""
-        layout = torch.zeros(len(self) * self.rows, self.rows, dtype=torch.bool)
+        layout = torch.zeros(len(self) * self.rows, self.rows, dtype=torch.bool, device="cpu")
         layout[self.row_of_blocks, self.columns.long()] = True
         return layout.view(len(self), self.rows, self.rows)
 
     def to_dense(self) -> Tensor:
         """(layouts, n, n) bool, True where a query may attend a key. For small patterns."""
-        block = torch.arange(self.n) // self.block_size
+        block = torch.arange(self.n, device="cpu") // self.block_size
         dense = self.to_layout()[:, block][:, :, block]
         return dense.tril() if self.is_causal else dense
 
@@ -198,3 +208,12 @@ class BlockPattern:
 def count_blocks(n: int, block_size: int) -> int:
     """How many blocks hold n tokens."""
     return -(-n // block_size)
+
+
+def _check_sizes(n: int, block_size: int, is_causal: bool) -> None:
+    for name, value in (("n", n), ("block_size", block_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+    if n < 1 or block_size < 1:
+        raise ValueError(f"n and block_size must be positive, got {n} and {block_size}")
+    check_flags(is_causal=is_causal)

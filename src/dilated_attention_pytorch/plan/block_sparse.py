@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from .block_pattern import BlockPattern
 from .shape import Pass, Shape
 
+GOOD_ROWS = 128  # kernels are slower with fewer query rows; blocks below this are joined where it pays
+LEAST_SHARE = 0.5  # of its blocks that a row must share with its neighbours for that
 BYTES_A_THREAD = 4 * 2**20  # gathered keys and values of about this size stay in a core's share of the cache
 
 
@@ -24,20 +26,26 @@ class RowGroup:
     """
 
     rows: Tensor  # (rows,) int64
-    first: Tensor  # (rows,) int64: where the columns of the row begin
-    num_blocks: int
+    columns: Tensor  # (rows, blocks) int32, the diagonal left out
     q_len: int
     k_len: int
     has_diagonal: bool
+    join: int = 1  # so many neighbours share the first `num_shared` columns and meet them together
+    num_shared: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.columns.shape[1]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of one layout meet key blocks `columns` (rows, blocks); `k_len` tokens of a row's are there."""
+    """Rows, `join` of them together, meet key blocks `columns` (rows / join, blocks) of `k_len` tokens."""
 
     columns: Tensor
     k_len: int
     is_causal: bool
+    join: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class BlockPlan:
 
     @property
     def nbytes(self) -> int:
-        tensors = (x for layout in self.groups for group in layout for x in (group.rows, group.first))
+        tensors = (x for layout in self.groups for group in layout for x in (group.rows, group.columns))
         return self.pattern.nbytes + sum(x.nbytes for x in tensors)
 
     def lanes(self, shape: Shape, itemsize: int, workspace_bytes: int, direction: Pass) -> Iterator[Lane]:
@@ -106,26 +114,56 @@ def plan_blocks(pattern: BlockPattern) -> BlockPlan:
     keeps_tail = (last == rows - 1) & ~has_diagonal & (tail < size)
     is_tail = (row == rows - 1) & (tail < size)
     kind = (num_blocks * 2 + has_diagonal) * 4 + keeps_tail * 2 + is_tail
-    groups = []
+    groups: list[tuple[RowGroup, ...]] = []
     for layout in range(len(pattern)):
         here = slice(layout * rows, (layout + 1) * rows)
         order = torch.argsort(kind[here], stable=True)
         kinds, lengths = torch.unique_consecutive(kind[here][order], return_counts=True)
-        members = torch.split(order, lengths.tolist())
-        groups.append(
-            tuple(
-                RowGroup(
-                    rows=which,
-                    first=first[here][which],
-                    num_blocks=code // 8,
-                    q_len=tail if code & 1 else size,
-                    k_len=code // 8 * size - (size - tail if code & 2 else 0),
-                    has_diagonal=bool(code & 4),
-                )
-                for code, which in zip(kinds.tolist(), members, strict=True)
+        same: list[RowGroup] = []
+        for code, which in zip(kinds.tolist(), torch.split(order, lengths.tolist()), strict=True):
+            blocks = code // 8
+            group = RowGroup(
+                rows=which,
+                columns=pattern.columns[first[here][which][:, None] + torch.arange(blocks)],
+                q_len=tail if code & 1 else size,
+                k_len=blocks * size - (size - tail if code & 2 else 0),
+                has_diagonal=bool(code & 4),
             )
-        )
+            same += [group] if code & 3 else _join(group, size)
+        groups.append(tuple(same))
     return BlockPlan(pattern, tuple(groups))
+
+
+def _join(group: RowGroup, size: int) -> list[RowGroup]:
+    """Neighbours whose blocks are small and mostly the same meet what they share as one larger block."""
+    join = GOOD_ROWS // size
+    if join < 2 or group.num_blocks < 2:
+        return [group]
+    # Candidates are aligned: rows [i * join, (i + 1) * join) that are all in this group.
+    _, count = torch.unique_consecutive(group.rows // join, return_counts=True)
+    is_whole = torch.repeat_interleave(count == join, count)
+    columns = group.columns[is_whole].view(-1, join * group.num_blocks)
+    if not columns.numel():
+        return [group]
+    # Columns of a row differ, so that one that all rows share stands `join` times in the sorted line.
+    line = columns.sort(1).values.contiguous()
+    last, before = (torch.searchsorted(line, columns, right=right) for right in (True, False))
+    is_shared = (last - before == join).view(-1, group.num_blocks)
+    num_shared = is_shared[::join].sum(1)
+    pays = num_shared >= LEAST_SHARE * group.num_blocks
+    shared_first = torch.argsort((~is_shared).to(torch.int8), dim=1, stable=True)
+    ordered = group.columns[is_whole].gather(1, shared_first)
+    rows = group.rows[is_whole].view(-1, join)
+    alone = torch.ones_like(group.rows, dtype=torch.bool)
+    alone[is_whole.nonzero().flatten().view(-1, join)[pays].flatten()] = False
+    groups = [replace(group, rows=group.rows[alone], columns=group.columns[alone])] if alone.any() else []
+    for shared in torch.unique(num_shared[pays]).tolist():
+        these = pays & (num_shared == shared)
+        members = ordered.view(-1, join, group.num_blocks)[these].flatten(0, 1)
+        groups.append(
+            replace(group, rows=rows[these].flatten(), columns=members, join=join, num_shared=shared)
+        )
+    return groups
 
 
 class _Cutter:
@@ -134,11 +172,11 @@ class _Cutter:
     def __init__(
         self, plan: BlockPlan, shape: Shape, itemsize: int, workspace_bytes: int, direction: Pass
     ) -> None:
-        self.plan, self.shape = plan, shape
+        self.plan, self.shape, self.size = plan, shape, plan.pattern.block_size
         self.budget = workspace_bytes
         # Of a block of keys: they and their values; of queries: they and their outputs; twice with gradients.
         tensors = 2 if direction == "forward" else 4
-        self.block_bytes = tensors * plan.pattern.block_size * shape.d * itemsize
+        self.block_bytes = tensors * self.size * shape.d * itemsize
         self.group = shape.h // shape.h_kv if len(plan.groups) == 1 else 1
         widest = max((group.num_blocks for layout in plan.groups for group in layout), default=1)
         self.most_blocks = max(1, min(widest, workspace_bytes // self.block_bytes - self.group))
@@ -166,26 +204,35 @@ class _Cutter:
         return layouts[head if len(layouts) == self.shape.h else batch * self.shape.h + head]
 
     def _parts(self, group: RowGroup, num_kv: int) -> Iterator[slice]:
-        blocks = min(group.num_blocks, self.most_blocks) + self.group
+        blocks = max(group.has_diagonal, min(group.num_blocks, self.most_blocks)) + self.group
         fit = max(1, self.budget // (self.block_bytes * blocks * num_kv))
         total = group.rows.numel()
         fit = -(-total // -(-total // fit))  # even parts
+        fit = -(-fit // group.join) * group.join
         yield from (slice(i, min(i + fit, total)) for i in range(0, total, fit))
 
     def _panel(self, group: RowGroup, part: slice, place: tuple[int, int, int, int, int]) -> Panel:
         index, batch, head, kv, num_kv = place
-        rows, first = group.rows[part], group.first[part]
-        size = self.plan.pattern.block_size
-        tiles = []
-        if group.has_diagonal:
-            tiles.append(Tile(rows[:, None], group.q_len, is_causal=True))
-        for start in range(0, group.num_blocks, self.most_blocks):
-            end = min(start + self.most_blocks, group.num_blocks)
-            columns = self.plan.pattern.columns[first[:, None] + torch.arange(start, end)].long()
-            tiles.append(Tile(columns, min(group.k_len, end * size) - start * size, is_causal=False))
+        rows, columns, shared = group.rows[part], group.columns[part].long(), group.num_shared
+        tiles = [Tile(rows[:, None], group.q_len, is_causal=True)] if group.has_diagonal else []
+        tiles += self._tiles(columns[:: group.join, :shared], shared * self.size, group.join)
+        tiles += self._tiles(columns[:, shared:], group.k_len - shared * self.size, 1)
         return Panel(
             index, batch, head, self.group, kv, num_kv, _runs(rows), rows.numel(), group.q_len, tuple(tiles)
         )
+
+    def _tiles(self, columns: Tensor, k_len: int, join: int) -> list[Tile]:
+        """All columns, in tiles of as many as the workspace holds."""
+        most, total = self.most_blocks, columns.shape[1]
+        return [
+            Tile(
+                columns[:, start : start + most],
+                min(k_len, (start + most) * self.size) - start * self.size,
+                is_causal=False,
+                join=join,
+            )
+            for start in range(0, total, most)
+        ]
 
 
 def _runs(rows: Tensor) -> tuple[tuple[int, int], ...]:

@@ -64,14 +64,15 @@ def make_budget(config: SparsePatternConfig, rows: int, is_causal: bool) -> Budg
         num_global = count_blocks(config.global_tokens, config.block_size)
     else:
         num_global = int(share / 4) if config.pattern_type == "global_local" else 0
-    # Global rows and columns together take twice their number; half of the budget bounds that.
-    num_global = min(num_global, int(share / 2))
     if is_causal:
         # Rows reach back `per_row` blocks or to the start: r k - k (k - 1) / 2 blocks in all.
         asked = config.sparsity_ratio * rows * (rows + 1) / 2
         exact = rows + 0.5 - math.sqrt(max(0.0, (rows + 0.5) ** 2 - 2 * asked))
-    else:
-        exact = (config.sparsity_ratio * rows - num_global) * rows / max(1, rows - num_global)
+        per_row = max(1, min(rows, round(exact)))
+        return Budget(per_row, min(num_global, per_row // 2))
+    # Global rows and columns together take twice their number, and a row keeps its own block beside them.
+    num_global = min(num_global, max(0, int((share - 1) / 2)))
+    exact = (share - num_global) * rows / max(1, rows - num_global)
     return Budget(max(1, min(rows, round(exact))), num_global)
 
 
@@ -137,7 +138,7 @@ def _sources(
                 low = row // width * width
                 yield _Source(_OWN, row, rate, low, torch.minimum(low + width - 1, end), rows)
         case "strided":
-            yield _Source(_OWN, row, max(1, rows // budget.per_row), zero, end, rows)
+            yield _Source(_OWN, row, -(-rows // budget.per_row), zero, end, rows)
         case "hierarchical":
             for level, (stride, share) in enumerate(config.levels):
                 # The last block of each group: under a causal mask it has seen the group.
@@ -166,6 +167,9 @@ def _offered(source: _Source, row: Tensor, most: int) -> tuple[Tensor, Tensor]:
     num_left = (num_left - beyond).clamp_min(0)
     right = row - (row - source.phase) % step + (1 + skipped) * step
     num_right = ((source.high - right) // step + 1).clamp_min(0)
+    is_on = left == row
+    left, num_left = left - is_on * step, num_left - is_on.long()
+    turn = turn - is_on[:, None].long()
     both = 2 * torch.minimum(num_left, num_right)[:, None]
     left_first = (row - left <= right - row)[:, None]
     in_turns = turn < both
@@ -175,7 +179,8 @@ def _offered(source: _Source, row: Tensor, most: int) -> tuple[Tensor, Tensor]:
     index = torch.where(in_turns, turn // 2, turn - both // 2)
     column = torch.where(is_left, left[:, None] - index * step, right[:, None] + index * step)
     is_there = index < torch.where(is_left, num_left[:, None], num_right[:, None])
-    return column.clamp(0), is_there
+    own = turn < 0  # the row's own block, if the grid has it, before its turns begin
+    return torch.where(own, row[:, None], column).clamp(0), is_there | own
 
 
 def _without_repeats(column: Tensor, rank: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +236,7 @@ def _draw_ordered(
     """For rows that keep more than half: all their columns in random order, what is there already first."""
     chosen = []
     for part in torch.split(crowded, max(1, _CHUNK // rows)):
-        order = torch.rand(part.numel(), rows, generator=rng)
+        order = torch.rand(part.numel(), rows, generator=rng, dtype=torch.float32)
         first, last = torch.searchsorted(keys, torch.stack([part * rows, (part + 1) * rows]))
         held = torch.repeat_interleave(torch.arange(part.numel()), last - first)
         place = torch.arange(held.numel()) - torch.repeat_interleave((last - first).cumsum(0), last - first)

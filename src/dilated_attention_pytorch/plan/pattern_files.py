@@ -60,7 +60,7 @@ def load(cls: type[BlockPattern], path: str | Path) -> BlockPattern:
         header = json.loads(line)
         given, causal = header["format"], header["is_causal"]
         sizes = [header[name] for name in ("n", "block_size", "rows", "blocks")]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{path} is not a block pattern: it does not begin with a line of its JSON"
         ) from None

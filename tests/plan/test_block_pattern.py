@@ -1,0 +1,412 @@
+"""Block patterns as data: validated, measured, saved, drawn, and as FlexAttention's masks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
+from support.tolerances import assert_close
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random_pattern(n: int = 75, size: int = 8, layouts: int = 2, *, is_causal: bool = False) -> BlockPattern:
+    blocks = -(-n // size)
+    layout = torch.rand(layouts, blocks, blocks) < 0.4
+    return BlockPattern.from_layout(layout, n, size, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"n": 0}, ValueError, "n and block_size must be positive, got 0 and 4"),
+        ({"block_size": -4}, ValueError, "n and block_size must be positive, got 10 and -4"),
+        ({"starts": [0, 1, 2, 3]}, TypeError, "starts must be a 1-d torch.int64 tensor on the cpu, got"),
+        ({"starts": ints(0, 1, 2, 3)}, TypeError, "starts must be a 1-d torch.int64 .* got torch.int32"),
+        ({"starts": torch.zeros(1, 4, dtype=torch.int64)}, TypeError, r"starts must be a 1-d .*\(1, 4\)"),
+        ({"columns": torch.tensor([0, 1, 2])}, TypeError, "columns must be a 1-d torch.int32 .* torch.int64"),
+        ({"columns": ints(0, 1, 2).to("meta")}, TypeError, "columns must be .* on the cpu, got .* on meta"),
+        ({"starts": torch.tensor([0, 3])}, ValueError, "rows in multiples of 3, got 2"),
+        ({"starts": torch.tensor([0, 1, 2, 3, 3])}, ValueError, "rows in multiples of 3, got 5"),
+        ({"starts": torch.tensor([], dtype=torch.int64)}, ValueError, "rows in multiples of 3, got 0"),
+        ({"starts": torch.tensor([1, 1, 2, 3])}, ValueError, "starts must rise from 0 to .* 3"),
+        ({"starts": torch.tensor([0, 1, 2, 2])}, ValueError, "starts must rise from 0 to .* 3"),
+        ({"starts": torch.tensor([0, 2, 1, 3])}, ValueError, "starts must rise from 0 to .* 3"),
+        ({"columns": ints(0, 1, 3)}, ValueError, "columns must lie in 0 to 2, got 0 to 3"),
+        ({"columns": ints(-1, 1, 2)}, ValueError, "columns must lie in 0 to 2, got -1 to 2"),
+        (
+            {"starts": torch.tensor([0, 2, 3, 3]), "columns": ints(1, 0, 2)},
+            ValueError,
+            "the columns of each row must rise",
+        ),
+        (
+            {"starts": torch.tensor([0, 2, 3, 3]), "columns": ints(1, 1, 2)},
+            ValueError,
+            "the columns of each row must rise",
+        ),
+        ({"columns": ints(1, 1, 2), "is_causal": True}, ValueError, "keeps no block above the diagonal"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_the_constructor_states_rule_and_fact(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good = {"n": 10, "block_size": 4, "starts": torch.tensor([0, 1, 2, 3]), "columns": ints(0, 1, 2)}
+    assert BlockPattern(**good).rows == 3  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        BlockPattern(**(good | changes))
+
+
+def test_columns_may_fall_from_row_to_row() -> None:
+    pattern = BlockPattern(10, 4, torch.tensor([0, 1, 2, 3]), ints(2, 1, 0))
+    assert torch.equal(pattern.to_layout()[0], torch.eye(3, dtype=torch.bool).flip(0))
+
+
+EYE = torch.eye(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "message"),
+    [
+        (EYE.float(), TypeError, "a layout must be a bool tensor, got torch.float32"),
+        (EYE.int(), TypeError, "a layout must be a bool tensor, got torch.int32"),
+        ([[True]], TypeError, "a layout must be a bool tensor, got list"),
+        (None, TypeError, "a layout must be a bool tensor, got NoneType"),
+        (EYE[:2], ValueError, r"10 tokens in blocks of 4 must have the shape \(3, 3\), .* got \(2, 3\)"),
+        (EYE[:, :2], ValueError, r"must have the shape \(3, 3\), .* got \(3, 2\)"),
+        (EYE[0], ValueError, r"must have the shape \(3, 3\), .* got \(3,\)"),
+        (EYE.expand(0, 3, 3), ValueError, r"must have the shape \(3, 3\), .* got \(0, 3, 3\)"),
+        (EYE.expand(2, 2, 3, 3), ValueError, r"must have the shape \(3, 3\), .* got \(2, 2, 3, 3\)"),
+    ],
+)
+def test_a_layout_states_rule_and_fact(layout: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BlockPattern.from_layout(layout, 10, 4)
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(0, 4), (-3, 4), (10, 0), (10, -2)])
+def test_a_layout_of_no_sizes(n: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"{n}.* {block_size}"):
+        BlockPattern.from_layout(EYE, n, block_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 10.0}, "n must be .* got 10.0"),
+        ({"block_size": 4.0}, "block_size must be .* got 4.0"),
+        ({"is_causal": "yes"}, "is_causal must be a bool, got 'yes'"),
+        ({"is_causal": 1}, "is_causal must be a bool, got 1"),
+    ],
+)
+def test_sizes_are_integers_and_causality_is_a_fact(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"layout": EYE, "n": 10, "block_size": 4} | changes
+    with pytest.raises(TypeError, match=message):
+        BlockPattern.from_layout(**arguments)
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    pattern, layout = random_pattern(), torch.eye(10, dtype=torch.bool)
+    pattern.save(tmp_path / "pattern")
+    causal, dense, pairs = pattern.causal(), pattern.to_dense(), pattern.num_pairs
+    with torch.device("meta"):
+        loaded = BlockPattern.load(tmp_path / "pattern")
+        assert loaded.key == pattern.key
+        assert loaded.causal().key == causal.key
+        assert loaded.num_pairs == pairs
+        assert torch.equal(loaded.to_dense(), dense)
+        assert BlockPattern.from_layout(layout, 75, 8).density == 0.1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (1, 5), (75, 8), (80, 8), (13, 1)])
+def test_a_layout_round_trips(n: int, size: int, causal: bool) -> None:
+    blocks = -(-n // size)
+    layout = torch.rand(3, blocks, blocks) < 0.5
+    pattern = BlockPattern.from_layout(layout, n, size, is_causal=causal)
+    kept = layout.tril() if causal else layout
+    assert len(pattern) == 3
+    assert torch.equal(pattern.to_layout(), kept)
+    assert torch.equal(pattern.counts, kept.sum(-1).flatten())
+    single = BlockPattern.from_layout(layout[0], n, size, is_causal=causal)
+    assert len(single) == 1
+    assert torch.equal(single.to_layout()[0], kept[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_numbers_are_those_of_the_dense_mask(causal: bool) -> None:
+    for n, size in ((1, 3), (75, 8), (80, 8), (13, 1)):
+        pattern = random_pattern(n, size, is_causal=causal)
+        dense, rows = pattern.to_dense(), pattern.rows
+        block = torch.arange(n) // size
+        for head in range(2):
+            expected = pattern.to_layout()[head][block][:, block]
+            assert torch.equal(dense[head], expected.tril() if causal else expected)
+        assert pattern.num_pairs == int(dense.sum())
+        total = rows * (rows + 1) / 2 if causal else rows * rows
+        assert pattern.density == pytest.approx(int(pattern.to_layout().sum()) / (2 * total))
+        assert pattern.nbytes == 8 * (2 * rows + 1) + 4 * int(pattern.to_layout().sum())
+
+
+def test_causal_drops_what_lies_above_the_diagonal() -> None:
+    pattern = random_pattern()
+    causal = pattern.causal()
+    assert causal.is_causal
+    assert torch.equal(causal.to_layout(), pattern.to_layout().tril())
+    assert causal.causal() is causal
+    assert not pattern.is_causal
+
+
+def test_the_key_is_that_of_the_content() -> None:
+    layout = torch.rand(4, 4) < 0.5
+    layout[0, 0], layout[1, 2] = True, False
+    moved = layout.clone()
+    moved[0, 0], moved[1, 2] = False, True
+    patterns = [
+        BlockPattern.from_layout(layout, 16, 4),
+        BlockPattern.from_layout(layout, 15, 4),
+        BlockPattern.from_layout(layout, 20, 5),
+        BlockPattern.from_layout(layout, 16, 4, is_causal=True),
+        BlockPattern.from_layout(layout.tril(), 16, 4),
+        BlockPattern.from_layout(moved, 16, 4),
+        BlockPattern.from_layout(layout.expand(2, 4, 4), 16, 4),
+    ]
+    assert len({pattern.key for pattern in patterns}) == len(patterns)
+    assert patterns[0].key == BlockPattern.from_layout(layout.clone(), 16, 4).key
+
+
+def test_text_shows_the_blocks() -> None:
+    pattern = BlockPattern.from_layout(torch.eye(4, dtype=torch.bool), 15, 4)
+    assert repr(pattern) == ("BlockPattern(n=15, block_size=4, layouts=1, density=0.2500, is_causal=False)")
+    lines = str(pattern).splitlines()
+    assert lines == [repr(pattern), "██      ", "  ██    ", "    ██  ", "      ██"]
+    large = build_block_pattern({"sparsity_ratio": 0.1, "block_size": 2}, 2000, 1)
+    shown = str(large).splitlines()[1:]
+    assert [len(line) for line in shown] == [64] * 32
+    assert all(line[2 * i] != " " for i, line in enumerate(shown))
+
+
+def read_png(path: Path) -> Tensor:
+    """(height, width, 3) of an 8-bit RGB image without filters; checks every checksum."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        (checksum,) = struct.unpack(">I", data[at + 8 + length : at + 12 + length])
+        assert checksum == zlib.crc32(kind + body)
+        chunks[kind] = body
+        at += 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert rest == [8, 2, 0, 0, 0]
+    lines = torch.tensor(list(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8)
+    lines = lines.view(height, 1 + 3 * width)
+    assert not lines[:, 0].any()
+    return lines[:, 1:].reshape(height, width, 3)
+
+
+def test_draw_paints_every_block(tmp_path: Path) -> None:
+    pattern = random_pattern(75, 8)
+    for layout in range(2):
+        pattern.draw(tmp_path / "p.png", layout=layout, pixels=45)  # 4 pixels for each of 10 blocks
+        image = read_png(tmp_path / "p.png")
+        assert image.shape == (40, 40, 3)
+        dark = (image == torch.tensor([24, 52, 110])).all(-1)
+        white = (image == 255).all(-1)
+        expected = pattern.to_layout()[layout].repeat_interleave(4, 0).repeat_interleave(4, 1)
+        assert torch.equal(dark, expected)
+        assert torch.equal(white, ~expected)
+
+
+def test_draw_shades_cells_of_many_blocks(tmp_path: Path) -> None:
+    layout = torch.zeros(64, 64, dtype=torch.bool)
+    layout[:32, :32] = True
+    layout[40, 50] = True
+    BlockPattern.from_layout(layout, 64, 1).draw(str(tmp_path / "p.png"), pixels=2)
+    image = read_png(tmp_path / "p.png")
+    assert image.shape == (2, 2, 3)
+    assert image[0, 0].tolist() == [24, 52, 110]
+    assert image[0, 1].tolist() == image[1, 0].tolist() == [255] * 3
+    assert image[1, 1].tolist() != [255] * 3  # one block of a thousand is still seen
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": 2}, "layout must lie in 0 to 1, got 2"),
+        ({"layout": -1}, "layout must lie in 0 to 1, got -1"),
+        ({"pixels": 0}, "pixels must be a positive integer, got 0"),
+        ({"pixels": 2.5}, "pixels must be a positive integer, got 2.5"),
+        ({"pixels": True}, "pixels must be a positive integer, got True"),
+    ],
+)
+def test_draw_states_rule_and_fact(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        random_pattern().draw(tmp_path / "p.png", **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_save_and_load(causal: bool, tmp_path: Path) -> None:
+    empty = BlockPattern.from_layout(torch.zeros(3, 3, dtype=torch.bool), 10, 4, is_causal=causal)
+    for pattern in (random_pattern(is_causal=causal), random_pattern(1, 1, is_causal=causal), empty):
+        pattern.save(tmp_path / "pattern")
+        loaded = BlockPattern.load(str(tmp_path / "pattern"))
+        assert loaded.key == pattern.key
+        assert torch.equal(loaded.starts, pattern.starts)
+        assert torch.equal(loaded.columns, pattern.columns)
+        assert (loaded.n, loaded.block_size, loaded.is_causal) == (pattern.n, pattern.block_size, causal)
+        q = torch.randn(1, pattern.n, 2, 4)
+        options = {"is_causal": causal}
+        expected = block_sparse_attention(q, q, q, pattern, **options)
+        assert torch.equal(block_sparse_attention(q, q, q, loaded, **options), expected)
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/tmp/block_pattern_bomb"),))
+
+
+def header(**changes: Any) -> bytes:
+    fields = {"format": "dilated_attention_pytorch block pattern 1", "n": 10, "block_size": 4}
+    fields |= {"is_causal": False, "rows": 3, "blocks": 3} | changes
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode() + b"\n"
+
+
+BODY = struct.pack("<4q", 0, 1, 2, 3) + struct.pack("<3i", 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a block pattern"),
+        (b"\n", "is not a block pattern"),
+        (b"\x80\xff\xfe" * 100, "is not a block pattern"),
+        (BODY, "is not a block pattern"),
+        (b"[1, 2]\n", "is not a block pattern"),
+        (b"null\n", "is not a block pattern"),
+        (b"3\n" + BODY, "is not a block pattern"),
+        (b"[" * 4000 + b"\n", "is not a block pattern"),
+        (b"{" + b" " * 10_000 + header()[1:] + BODY, "is not a block pattern"),
+        (header(n=None) + BODY, "is not a block pattern"),
+        (header(rows=None) + BODY, "is not a block pattern"),
+        (header(format="another 1") + BODY, "has the format 'another 1', and this version reads"),
+        (header(format=[]) + BODY, r"has the format \[\]"),
+        (header(is_causal=1) + BODY, "its header holds"),
+        (header(n=10.0) + BODY, "its header holds"),
+        (header(n="10") + BODY, "its header holds"),
+        (header(n=True) + BODY, "its header holds"),
+        (header(blocks=-3) + BODY, "its header holds"),
+        (header(n=0) + BODY, "must be positive, got 0 and 4"),
+        (header(block_size=0) + BODY, "must be positive, got 10 and 0"),
+        (header(n=10**30) + BODY, "starts must have one entry a row"),
+        (header(rows=10**18) + BODY, f"{8 * (10**18 + 1) + 12} bytes announced, 44 found"),
+        (header(blocks=2**62) + BODY, "cut off or damaged"),
+        (header() + BODY[:-1], "44 bytes announced, 43 found"),
+        (header() + BODY + b"x", "44 bytes announced, 45 found"),
+        (header(), "44 bytes announced, 0 found"),
+        (header(n=20) + BODY, "rows in multiples of 5, got 4"),
+        (header() + struct.pack("<4q", 0, 1, 2, 2) + BODY[32:], "starts must rise from 0"),
+        (header() + struct.pack("<4q", 0, -(2**63), 2, 3) + BODY[32:], "starts must rise from 0"),
+        (header() + struct.pack("<4q", 0, 2**62, 2, 3) + BODY[32:], "starts must rise from 0"),
+        (header() + BODY[:32] + struct.pack("<3i", 0, 1, 7), "columns must lie in 0 to 2, got 0 to 7"),
+        (header(is_causal=True) + BODY[:32] + struct.pack("<3i", 1, 1, 2), "above the diagonal"),
+        (pickle.dumps(Bomb()), "is not a block pattern"),
+        (pickle.dumps({"format": 1}) + header() + BODY, "is not a block pattern"),
+    ],
+    ids=range(34),
+)
+def test_damaged_and_hostile_files(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "pattern"
+    path.write_bytes(header() + BODY)
+    assert torch.equal(BlockPattern.load(path).to_layout()[0], EYE)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        BlockPattern.load(path)
+    assert not Path("/tmp/block_pattern_bomb").exists()
+
+
+def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "pattern"
+    random_pattern(20, 4).save(path)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"is not a block pattern|cut off or damaged"):
+            BlockPattern.load(path)
+
+
+def test_a_saved_torch_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"columns": torch.ones(3)}, tmp_path / "pattern.pt")
+    with pytest.raises(ValueError, match="is not a block pattern"):
+        BlockPattern.load(tmp_path / "pattern.pt")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layouts", [1, 3])
+@pytest.mark.parametrize("n", [75, 80])
+def test_block_mask_round_trip(n: int, layouts: int, causal: bool) -> None:
+    pattern = random_pattern(n, 8, layouts, is_causal=causal)
+    mask = pattern.to_block_mask()
+    assert isinstance(mask, BlockMask)
+    assert BlockPattern.from_block_mask(mask, is_causal=causal).key == pattern.key
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize(("layouts", "causal", "n"), [(1, False, 80), (2, True, 75)])
+def test_flex_attention_gives_the_same_over_the_mask(layouts: int, causal: bool, n: int) -> None:
+    layout = (torch.rand(layouts, 5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)
+    pattern = BlockPattern.from_layout(layout, n, 16, is_causal=causal)
+    mask = pattern.to_block_mask()
+    assert torch.equal(mask.to_dense()[0].bool(), pattern.to_layout())
+    q, k, v = (torch.randn(1, n, 2, 16) for _ in range(3))
+    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
+    out = block_sparse_attention(q, k, v, pattern, is_causal=causal)
+    assert_close(out, expected.transpose(1, 2), torch.float32)
+
+
+def test_from_a_mask_of_flex_attention() -> None:
+    def window(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j < 20)
+
+    mask = create_block_mask(window, None, None, 96, 96, device="cpu", BLOCK_SIZE=16)
+    pattern = BlockPattern.from_block_mask(mask, is_causal=True)
+    index = torch.arange(6)
+    distance = index[:, None] - index
+    assert torch.equal(pattern.to_layout()[0], (distance >= 0) & (distance <= 2))
+    several = create_block_mask(window, 2, 3, 96, 96, device="cpu", BLOCK_SIZE=16)
+    assert len(BlockPattern.from_block_mask(several)) == 6
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(3, 3), TypeError, "mask must be a FlexAttention BlockMask, got Tensor"),
+        (None, TypeError, "mask must be a FlexAttention BlockMask, got NoneType"),
+        (((16, 32), (96, 96)), ValueError, r"square blocks .* got blocks \(16, 32\)"),
+        (((16, 16), (96, 64)), ValueError, r"as many queries as keys, .* lengths \(96, 64\)"),
+    ],
+)
+def test_from_block_mask_states_rule_and_fact(mask: Any, error: type[Exception], message: str) -> None:
+    if isinstance(mask, tuple):
+        size, (queries, keys) = mask
+        mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, queries, keys, device="cpu", BLOCK_SIZE=size
+        )
+    with pytest.raises(error, match=message):
+        BlockPattern.from_block_mask(mask)

@@ -1,0 +1,274 @@
+"""The block-sparse ops under PyTorch's machinery: compile, export, opcheck, autocast, FLOPs, meta."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
+from dilated_attention_pytorch.block_ops import (
+    BlockOptions,
+    block_sparse_attention_backward_op,
+    block_sparse_attention_op,
+    write_recipe,
+)
+from dilated_attention_pytorch.sparse_spec import SparsePatternConfig
+from support.tolerances import assert_close, assert_same_gradients
+
+N, SIZE, BLOCKS = 37, 8, 5
+
+
+def make_pattern(layouts: int = 1, seed: int = 0, *, is_causal: bool = False) -> BlockPattern:
+    rng = torch.Generator().manual_seed(seed)
+    layout = torch.rand(layouts, BLOCKS, BLOCKS, generator=rng) < 0.5
+    return BlockPattern.from_layout(layout, N, SIZE, is_causal=is_causal)
+
+
+PATTERN = make_pattern()
+
+
+def qkv(dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(b, N, heads, 8, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return block_sparse_attention(q, k, v, PATTERN, **options)
+
+
+def options(**changes: Any) -> BlockOptions:
+    return BlockOptions(PATTERN.key, SIZE, False, 0.3, 0.0, "auto", 2**16, "pool", True)._replace(**changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiles_once_for_a_pattern(causal: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, is_causal=causal)
+
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for _ in range(3):
+        tensors = qkv(dtype)
+        actual, expected = compiled(*tensors), function(*tensors)
+        assert torch.equal(actual, expected)
+        assert_same_gradients(actual, expected, tensors, dtype)
+    assert counter.frame_count == 1
+
+
+def test_compiles_with_patterns_as_arguments() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    tensors = qkv()
+    for pattern in (make_pattern(seed=1), make_pattern(6, seed=2), make_pattern(12, seed=3)):
+        for is_causal in (False, True):
+            expected = block_sparse_attention(*tensors, pattern, is_causal=is_causal)
+            assert torch.equal(compiled(*tensors, pattern, is_causal=is_causal), expected)
+    causal = make_pattern(seed=4, is_causal=True)
+    expected = block_sparse_attention(*tensors, causal, is_causal=True)
+    assert torch.equal(compiled(*tensors, causal, is_causal=True), expected)
+
+
+def test_compiles_with_a_mask_dropout_and_lse() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    tensors, mask = qkv(), torch.rand(2, N) > 0.3
+    for changes in (
+        {"key_mask": mask, "return_lse": True},
+        {"dropout_p": 0.3, "return_lse": True, "scale": 0.2},
+    ):
+        torch.manual_seed(1)
+        expected = attention(*tensors, **changes)
+        torch.manual_seed(1)
+        actual = compiled(*tensors, **changes)
+        for got, want in zip(actual, expected, strict=True):
+            assert_close(got, want, torch.float32)
+
+
+class Sparse(torch.nn.Module):
+    def __init__(self, pattern: BlockPattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_sparse_attention(q, k, v, self.pattern)
+
+
+@pytest.mark.parametrize("layouts", [1, 6])
+def test_export_round_trips(layouts: int) -> None:
+    module = Sparse(make_pattern(layouts))
+    tensors = tuple(x.detach() for x in qkv())
+    program = torch.export.export(module, tensors)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    tensors = tuple(x.detach() for x in qkv())
+    assert torch.equal(loaded(*tensors), module(*tensors))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_forward(dtype: torch.dtype, masked: bool) -> None:
+    q, k, v = qkv(dtype, b=1)
+    mask = torch.rand(1, N) > 0.2 if masked else None
+    blocks = (PATTERN.starts, PATTERN.columns)
+    torch.library.opcheck(block_sparse_attention_op, (q, k, v, *blocks, mask, None, *options()))
+    strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    causal = options(is_causal=True, memory="fresh", use_pattern_cache=False)
+    torch.library.opcheck(block_sparse_attention_op, (strided, k, v, *blocks, mask, None, *causal))
+
+
+def test_opcheck_of_a_recipe_and_of_dropout() -> None:
+    q, k, v = qkv(b=1)
+    recipe = write_recipe(SparsePatternConfig("dilated_sparse", 0.4, SIZE), ((16, 1), (32, 2)))
+    by_recipe = options(recipe=recipe, block_size=0)
+    torch.library.opcheck(block_sparse_attention_op, (q, k, v, None, None, None, None, *by_recipe))
+    seed, dropout = torch.tensor([7]), options(dropout_p=0.3)
+    arguments = (q, k, v, PATTERN.starts, PATTERN.columns, None, seed, *dropout)
+    torch.library.opcheck(block_sparse_attention_op, arguments)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_backward(dtype: torch.dtype, masked: bool) -> None:
+    q, k, v = (x.detach() for x in qkv(dtype, b=1))
+    mask = torch.rand(1, N) > 0.2 if masked else None
+    tensors = (q, k, v, PATTERN.starts, PATTERN.columns, mask, None)
+    out, lse = block_sparse_attention_op(*tensors, *options())
+    grad_lse = torch.randn_like(lse) if masked else None
+    arguments = (torch.randn_like(out), grad_lse, out, lse, *tensors, *options())
+    torch.library.opcheck(block_sparse_attention_backward_op, arguments)
+
+
+def test_a_recipe_is_the_pattern_that_it_describes() -> None:
+    q, k, v = qkv()
+    config = SparsePatternConfig("random", 0.4, SIZE, seed=3)
+    pattern = build_block_pattern(config, N, 6)
+    expected = block_sparse_attention(q, k, v, pattern, scale=0.3, workspace_bytes=2**16)
+    by_recipe = options(recipe=write_recipe(config, ()), block_size=0)
+    out, _ = block_sparse_attention_op(q, k, v, None, None, None, None, *by_recipe)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, dropout: float) -> None:
+    tensors = qkv()
+    torch.manual_seed(2)
+    expected = torch.autograd.grad(attention(*tensors, dropout_p=dropout).square().sum(), tensors)
+    torch.manual_seed(2)
+    out = checkpoint(lambda *x: attention(*x, dropout_p=dropout), *tensors, use_reentrant=reentrant)
+    out.square().sum().backward()
+    for x, want in zip(tensors, expected, strict=True):
+        assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_like_sdpa(dtype: torch.dtype) -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=dtype):
+        out = attention(q, k.to(dtype), v)
+        kept = attention(q.double(), k.double(), v.double())
+    assert out.dtype == dtype
+    assert kept.dtype == torch.float64
+    assert torch.equal(out, attention(q.to(dtype), k.to(dtype), v.to(dtype)))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layouts", [1, 6, 12])
+def test_flop_counter_counts_the_true_work(layouts: int, causal: bool) -> None:
+    tensors, pattern = qkv(), make_pattern(layouts)
+    seen = pattern.to_dense()
+    pairs = int((seen.tril() if causal else seen).sum()) * 12 // layouts
+    with FlopCounterMode(display=False) as forward:
+        out = block_sparse_attention(*tensors, pattern, is_causal=causal)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 2 * 2 * 8 * pairs  # q k^T and p v
+    assert backward.get_total_flops() == 5 * 2 * 8 * pairs  # scores again, and four gradients
+
+
+def test_meta_tensors_have_shapes_only() -> None:
+    q, k, v = (x.to("meta") for x in qkv(torch.bfloat16))
+    out, lse = attention(q, k, v, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 6, N), torch.float32)
+
+
+def test_fake_tensors_have_shapes_only() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = qkv(torch.float64)
+        out, lse = attention(q, k, v, return_lse=True)
+        out.sum().backward()
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 6, N), torch.float64)
+    assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+
+
+def test_forward_mode_is_refused_not_dropped() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    with pytest.raises(TypeError, match="block_sparse_attention has no forward-mode derivative"):
+        torch.func.jvp(lambda x: attention(x, k, v), (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(TypeError, match="no forward-mode derivative"):
+            attention(q, k, dual)
+        assert attention(q, k, v).shape == q.shape
+
+
+def test_second_derivatives_raise() -> None:
+    tensors = qkv()
+    (grad,) = torch.autograd.grad(attention(*tensors).square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+def test_only_the_needed_tensors_are_saved() -> None:
+    saved: list[Tensor] = []
+    q, k, v = qkv()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out, lse = attention(q, k, v, return_lse=True)
+    needed = (q, k, v, out, lse, PATTERN.starts, PATTERN.columns)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in needed}
+
+
+def test_partial_and_missing_gradients() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    out = attention(q, k.requires_grad_(), v)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    assert dk.shape == k.shape
+    _, lse = attention(q, k, v, return_lse=True)
+    torch.where(lse.isfinite(), lse, 0.0).sum().backward()
+    assert k.grad.isfinite().all()
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v), out)
+
+
+def test_dropout_ignores_the_default_device() -> None:
+    tensors = qkv()
+    torch.manual_seed(9)
+    expected = attention(*tensors, dropout_p=0.2)
+    torch.manual_seed(9)
+    with torch.device("meta"):
+        assert torch.equal(attention(*tensors, dropout_p=0.2), expected)
+
+
+def test_calling_the_op_directly_is_validated_too() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    changed = options(use_pattern_cache=False)
+    with pytest.raises(ValueError, match="columns must lie in 0 to 4, got 9 to 9"):
+        block_sparse_attention_op(
+            q, k, v, PATTERN.starts, torch.full_like(PATTERN.columns, 9), None, None, *changed
+        )
+    with pytest.raises(ValueError, match="starts must have one entry a row"):
+        block_sparse_attention_op(q, k, v, PATTERN.starts[:-1], PATTERN.columns, None, None, *changed)
