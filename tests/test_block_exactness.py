@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,27 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
+from dilated_attention_pytorch import (
+    BlockPattern,
+    SparsePatternConfig,
+    block_sparse_attention,
+    build_block_pattern,
+)
 from dilated_attention_pytorch.core.block_patterns import get_block_pattern_cache
+from dilated_attention_pytorch.plan import block_sparse, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations
 from support.tolerances import assert_close, assert_same_gradients
 
 STRUCTURED = ("local_window", "dilated_sparse", "global_local", "strided", "hierarchical")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_joined_rows() -> Iterator[None]:
+    """Rows are joined at the lengths that the search draws, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sparse, "JOINED_ROWS", 48)
+        yield
 
 
 def check_against_reference(config: BlockConfiguration, dtype: torch.dtype, kernel: str = "auto") -> None:
@@ -116,6 +130,25 @@ def visible(pattern: BlockPattern, is_causal: bool, h: int, b: int) -> Tensor:
     seen = seen.tril() if is_causal else seen
     n = pattern.n
     return seen.view(b, h, n, n) if len(pattern) == b * h else seen.expand(b, h, n, n)
+
+
+@pytest.mark.parametrize("kind", ["local_window", "global_local", "hierarchical"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("h_kv", [1, 2])
+def test_joined_neighbours(kind: Any, causal: bool, h_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks at the length at which they are joined in use."""
+    monkeypatch.setattr(block_sparse, "JOINED_ROWS", 512)
+    n = 2600
+    pattern = build_block_pattern(SparsePatternConfig(kind, 0.8, 16), n, 2, is_causal=causal)
+    assert any(group.join == 32 for group in plan_blocks(pattern).groups[0])
+    tensors = [x[:1].requires_grad_() for x in qkv(n, 2, h_kv)]
+    mask = torch.rand(1, n) > 0.1
+    options: Any = {"is_causal": causal, "key_mask": mask}
+    out = block_sparse_attention(*tensors, pattern, workspace_bytes=2**20, use_pattern_cache=False, **options)
+    expected = block_sparse_attention_reference(*tensors, pattern.to_dense(), **options)
+    assert isinstance(expected, Tensor)
+    assert_close(out, expected, torch.float64)
+    assert_same_gradients(out, expected, tensors, torch.float64)
 
 
 def test_a_pattern_takes_what_its_own_mask_means_from_the_reference() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from dilated_attention_pytorch import BlockPattern
-from dilated_attention_pytorch.plan import Shape, plan_blocks
+from dilated_attention_pytorch.plan import Shape, block_sparse, plan_blocks
 from dilated_attention_pytorch.plan.block_sparse import BlockPlan, Lane, Panel
 from dilated_attention_pytorch.plan.shape import Pass
 from support.block_configurations import BlockConfiguration, block_configurations
@@ -162,12 +162,16 @@ def test_bytes_are_those_of_the_pattern_and_its_groups() -> None:
 
 @pytest.mark.parametrize("workspace_bytes", [1, 2**12, 2**16, 2**22])
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_neighbours_that_share_keys_meet_them_once(size: int, workspace_bytes: int) -> None:
+def test_neighbours_that_share_keys_meet_them_once(
+    size: int, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small blocks with common columns, some rows with others besides, and a tail."""
+    monkeypatch.setattr(block_sparse, "JOINED_ROWS", 128)
     blocks, n = 2 * (128 // size) + 3, 2 * 128 + 3 * size - size // 2
     layout = torch.zeros(blocks, blocks, dtype=torch.bool)
     layout[:, [0, 2]] = True
     layout[torch.arange(blocks), torch.arange(blocks)] = True
     for is_causal in (False, True):
         pattern = BlockPattern.from_layout(layout, n, size, is_causal=is_causal)
+        assert any(group.join > 1 for group in plan_blocks(pattern).groups[0]) == (size < 64)
         check_plan(pattern, Shape(1, n, 2, 1, 4), 4, workspace_bytes, "forward")

@@ -12,7 +12,8 @@ from torch import Tensor
 from .block_pattern import BlockPattern
 from .shape import Pass, Shape
 
-GOOD_ROWS = 128  # kernels are slower with fewer query rows; blocks below this are joined where it pays
+JOINED_BELOW = 64  # tokens a block: a kernel is slow with so few query rows, beyond joining gains nothing
+JOINED_ROWS = 512  # tokens of the rows that are joined
 LEAST_SHARE = 0.5  # of its blocks that a row must share with its neighbours for that
 BYTES_A_THREAD = 4 * 2**20  # gathered keys and values of about this size stay in a core's share of the cache
 
@@ -136,8 +137,8 @@ def plan_blocks(pattern: BlockPattern) -> BlockPlan:
 
 def _join(group: RowGroup, size: int) -> list[RowGroup]:
     """Neighbours whose blocks are small and mostly the same meet what they share as one larger block."""
-    join = GOOD_ROWS // size
-    if join < 2 or group.num_blocks < 2:
+    join = JOINED_ROWS // size
+    if size >= JOINED_BELOW or join < 2 or group.num_blocks < 2:
         return [group]
     # Candidates are aligned: rows [i * join, (i + 1) * join) that are all in this group.
     _, count = torch.unique_consecutive(group.rows // join, return_counts=True)
