@@ -65,11 +65,15 @@ class BlockPattern:
             low, high = (int(x) for x in self.columns.aminmax())
             if low < 0 or high >= self.rows:
                 raise ValueError(f"columns must lie in 0 to {self.rows - 1}, got {low} to {high}")
-            row = self.row_of_blocks
-            rises = (self.columns[1:] > self.columns[:-1]) | (row[1:] != row[:-1])
+            rises = self.columns[1:] > self.columns[:-1]
+            begins = self.starts[1:-1]
+            begins = begins[(begins > 0) & (begins < self.columns.numel())]
+            rises[begins - 1] = True  # from one row to the next
             if not bool(rises.all()):
                 raise ValueError("the columns of each row must rise")
-            if self.is_causal and bool((self.columns > row % self.rows).any()):
+            is_kept = self.counts > 0
+            row = torch.arange(entries, device="cpu")[is_kept] % self.rows
+            if self.is_causal and bool((self.columns[(self.starts[1:] - 1)[is_kept]] > row).any()):
                 raise ValueError("a causal pattern keeps no block above the diagonal, got one that does")
 
     @classmethod
