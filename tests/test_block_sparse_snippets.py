@@ -77,7 +77,7 @@ def test_ring_configuration() -> None:
     assert module.sparse_config == SparsePatternConfig("dilated_sparse", 0.02, 256)
     assert module.spec.branches == ((65536, 1), (131072, 2))
     check(module, 2000)
-    large = module.get_pattern(131072)
+    large = module.get_pattern(131072, 1)
     assert abs(large.density - 0.02) * large.rows <= 1
 
 
@@ -85,6 +85,6 @@ def test_for_maximum_sequence_length() -> None:
     found: dict[str, Any] = {}
     exec(MAXIMUM_LENGTH, found)
     check(found["model"], 1000)
-    pattern = found["model"].get_pattern(131072)
+    pattern = found["model"].get_pattern(131072, 1)
     assert abs(pattern.density - 0.01) * pattern.rows <= 1
     assert pattern.nbytes < 2**17

@@ -43,7 +43,7 @@ def pattern_of(blocks: int = 4, size: int = 128) -> BlockPattern:
     ("change", "reason"),
     [
         ({}, None),
-        ({"device": "cpu"}, "no backward on cpu"),
+        ({"device": "cpu"}, "used on cuda, and the tensors are on cpu"),
         ({"dtype": torch.float64}, "no float64"),
         ({"dropout_p": 0.1}, "no dropout"),
         ({"size": 64}, "multiples of 128, and the pattern's are 64"),

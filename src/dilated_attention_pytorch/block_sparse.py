@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
 from .checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
@@ -28,16 +29,19 @@ def build_block_pattern(
     dilation_rates: Sequence[int] | None = None,
     query: Tensor | None = None,
     key: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> BlockPattern:
     """The blocks that a config keeps of n tokens: one layout for all heads, or one a head for "random".
 
     Args:
         config: see `SparsePatternConfig`; also its fields as a dict.
+        n, num_heads: length of the sequence, and heads of the queries.
         is_causal: only the lower triangle is there, and `sparsity_ratio` counts in it.
         segment_lengths, dilation_rates: the branches of "dilated_sparse", as in `dilated_attention`; other
-            types have none. Segments are counted in blocks and hold at least one.
+            types have none. Segments are rounded down to whole blocks; a block must fit a segment.
         query, key: (b, n, h, d) and (b, n, h_kv, d), for "adaptive" alone: blocks are scored by their mean
-            queries and keys, and the pattern has a layout for each batch and head.
+            queries and keys, and the pattern has a layout for each batch and head. Under `is_causal` the mean
+            is of the queries up to the block's first. Positions that `key_mask` (b, n) hides do not count.
     """
     config = SparsePatternConfig.of(config)
     check_flags(is_causal=is_causal)
@@ -47,17 +51,20 @@ def build_block_pattern(
     if config.pattern_type == "adaptive":
         if query is None or key is None:
             raise ValueError('an "adaptive" pattern depends on query and key, and they are not given')
-        check_inputs(query, key, key, None, None)
+        check_inputs(query, key, key, key_mask, None)
         if query.shape[1] != n or query.shape[2] != num_heads:
             raise ValueError(
                 f"query must have the length {n} and {num_heads} heads, got shape {tuple(query.shape)}"
             )
-        with torch.no_grad(), torch.device("cpu"):
-            means = [pool_blocks(x, config.block_size) for x in (query, key)]
-            heads = [x.repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1) for x in means]
-            return score_pattern(heads[0], heads[1], n, config, is_causal=is_causal)
-    if query is not None or key is not None:
-        raise ValueError(f'query and key are for "adaptive" patterns, got one of {config.pattern_type!r}')
+        with torch.no_grad():
+            row = pool_queries(query, config.block_size, is_causal, key_mask)
+            ends = block_ends(n, config.block_size).to(key.device)
+            column = pool_keys(key, config.block_size, key_mask)[:, ends].transpose(1, 2)
+            return choose_blocks(row, column, n, config, is_causal, key_mask)
+    if not (query is None and key is None and key_mask is None):
+        raise ValueError(
+            f'query, key and key_mask are for "adaptive" patterns, got one of {config.pattern_type!r}'
+        )
     branches = check_branches(config, segment_lengths, dilation_rates)
     with torch.device("cpu"):
         return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
@@ -82,16 +89,75 @@ def check_branches(
     return branches
 
 
-def pool_blocks(x: Tensor, block_size: int) -> Tensor:
-    """(b, n, h, d) -> (b, h, blocks, d): the mean of each block, in float32 or better; differentiable."""
+def pool_queries(x: Tensor, block_size: int, is_causal: bool, mask: Tensor | None) -> Tensor:
+    """(b, n, h, d) -> (b, h, blocks, d): mean queries, in float32 or better; differentiable.
+
+    Of each block; under a causal mask of as many positions that end with the block's first one, which is all
+    that its first query may know. Positions that `mask` (b, n) hides do not count.
+    """
+    x, weight = _weighted(x, mask)
     n = x.shape[1]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    full = n // block_size
-    blocks: Tensor = x[:, : full * block_size].unflatten(1, (full, block_size))  # type: ignore[no-untyped-call]
-    means = blocks.mean(2, dtype=dtype)
-    if full * block_size < n:
-        means = torch.cat([means, x[:, full * block_size :].mean(1, keepdim=True, dtype=dtype)], 1)
-    return means.transpose(1, 2)
+    blocks = -(-n // block_size)
+    before = block_size - 1 if is_causal else 0
+    after = max(0, blocks * block_size - before - n)
+
+    def total(y: Tensor) -> Tensor:
+        y = F.pad(y, (0, 0, 0, 0, before, after))[:, : blocks * block_size]
+        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
+        return windows.sum(2).transpose(1, 2)
+
+    return total(x) / total(weight).clamp_min(1.0)
+
+
+def pool_keys(x: Tensor, block_size: int, mask: Tensor | None) -> Tensor:
+    """(b, n, h, d) -> (b, n, h, d): the mean of the keys of a block up to each of them; differentiable.
+
+    At the end of a block that is the mean of the block. Positions that `mask` (b, n) hides do not count.
+    """
+    x, weight = _weighted(x, mask)
+    n = x.shape[1]
+    blocks = -(-n // block_size)
+
+    def running(y: Tensor) -> Tensor:
+        y = F.pad(y, (0, 0, 0, 0, 0, blocks * block_size - n))
+        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
+        return windows.cumsum(2).flatten(1, 2)[:, :n]
+
+    return running(x) / running(weight).clamp_min(1.0)
+
+
+def _weighted(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In accumulation precision, hidden positions as zeros; and 1 for each position that counts."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if mask is None:
+        return x, x.new_ones(x.shape[0], x.shape[1], 1, 1)
+    is_seen = mask[:, :, None, None]
+    return x.masked_fill(~is_seen, 0.0), is_seen.to(x.dtype)
+
+
+def block_ends(n: int, block_size: int) -> Tensor:
+    """The last position of each block."""
+    return torch.arange(block_size - 1, n + block_size - 1, block_size, device="cpu").clamp_max(n - 1)
+
+
+def choose_blocks(
+    row: Tensor,
+    column: Tensor,
+    n: int,
+    config: SparsePatternConfig,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    noise: float = 0.0,
+) -> BlockPattern:
+    """The "adaptive" pattern of features (b, h, blocks, f) of queries and (b, h_kv, blocks, f) of keys."""
+    visible = None
+    if key_mask is not None:
+        pad = row.shape[2] * config.block_size - n
+        visible = F.pad(key_mask, (0, pad)).view(row.shape[0], row.shape[2], -1).any(-1)
+    with torch.no_grad():
+        columns = column.repeat_interleave(row.shape[1] // column.shape[1], 1)
+        flat = (row.flatten(0, 1), columns.flatten(0, 1))
+        return score_pattern(*flat, n, config, is_causal=is_causal, visible=visible, noise=noise)
 
 
 @overload
@@ -153,7 +219,7 @@ def block_sparse_attention(
         scores = (scale * q @ k.T).masked_fill(~pattern.to_dense(), -inf)
         out    = softmax(scores) @ v
 
-    Time and memory follow the density of the pattern; nothing of size n x n is made.
+    Time follows the density of the pattern; nothing of size n x n is made.
 
     Args:
         q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.

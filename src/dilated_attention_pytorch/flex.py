@@ -19,7 +19,7 @@ _MAX_ROWS = 4096  # its masks take the square of this many entries, for each lay
 def why_not_flex(q: Tensor, pattern: BlockPattern, dropout_p: float) -> str | None:
     """Why FlexAttention cannot run a call; None if it can."""
     if q.device.type != "cuda":
-        return f"FlexAttention has no backward on cpu, and the tensors are on {q.device}"
+        return f"it is used on cuda, and the tensors are on {q.device}"
     if q.dtype == torch.float64:
         return "it takes no float64"
     if dropout_p:

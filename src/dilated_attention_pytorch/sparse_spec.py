@@ -33,7 +33,7 @@ class SparsePatternConfig:
       those of a row's own segment at distances that the segment's rate divides; then the nearest others.
     - "global_local": the first blocks of the sequence, which attend everywhere and are attended from
       everywhere, then the nearest blocks.
-    - "strided": blocks at equal distances over the whole sequence.
+    - "strided": blocks at equal distances over the whole sequence; the nearest others fill the budget.
     - "random": blocks drawn by `seed`, for each head anew.
     - "hierarchical": the nearest blocks of the grid of each level (stride, share of the budget). `hierarchy`
       is a name of `HIERARCHIES` or the levels themselves.

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import BlockPattern, BlockSparseAdaptiveDilatedAttention, SparsePatternConfig
+from dilated_attention_pytorch import (
+    BlockPattern,
+    BlockSparseAdaptiveDilatedAttention,
+    BlockSparseDilatedAttention,
+    SparsePatternConfig,
+)
 from support.tolerances import assert_close
 
 SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "scorer_dim": 3}
@@ -28,15 +33,29 @@ def tensors(n: int = 90, b: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def means(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(b, h, n, d): what each position's gate knows of queries and keys, position by position."""
+    n, size = q.shape[1], 16
+    k = k.repeat_interleave(2, 2)
+    rows, columns = [], []
+    for t in range(n):
+        first = t // size * size
+        last = min(first + size, n)
+        rows.append(q[:, max(0, first - size + 1) : first + 1] if causal else q[:, first:last])
+        columns.append(k[:, first : t + 1] if causal else k[:, first:last])
+    return tuple(torch.stack([x.mean(1) for x in parts], 2) for parts in (rows, columns))  # type: ignore[return-value]
+
+
 def dense(
     module: BlockSparseAdaptiveDilatedAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> Tensor:
     """The docstring's formula with an n x n mask and n x n scores."""
     b, n, h, d = q.shape
-    row, column = module.scores(q, k)
-    pattern = module.choose(row, column, n, causal)
-    block = torch.arange(n) // 16
-    gate = (row @ column.repeat_interleave(2, 1).transpose(-1, -2))[:, :, block][..., block]
+    rows, columns = means(q, k, causal)
+    row = rows @ module.query_scorer / math.sqrt(module.scorer_dim)
+    column = columns @ module.key_scorer.repeat_interleave(2, 0)
+    pattern = module.choose(*module.features(q, k, causal), causal)
+    gate = row @ column.transpose(-1, -2)
     k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(d) + gate
     scores = scores.masked_fill(~pattern.to_dense().view(b, h, n, n), -math.inf)
@@ -65,7 +84,7 @@ def test_scorer_gradient_agrees_with_finite_differences() -> None:
         return (module(q, k, v) * weight).sum()
 
     gradients = torch.autograd.grad(loss(), (module.query_scorer, module.key_scorer))
-    kept = module.choose(*module.scores(q, k), 90, False).key
+    kept = module.choose(*module.features(q, k)).key
     with torch.no_grad():
         for scorer, gradient in zip((module.query_scorer, module.key_scorer), gradients, strict=True):
             for index in range(0, scorer.numel(), 7):
@@ -73,7 +92,7 @@ def test_scorer_gradient_agrees_with_finite_differences() -> None:
                 start, ends = values[index].item(), []
                 for sign in (1, -1):
                     values[index] = start + sign * step
-                    assert module.choose(*module.scores(q, k), 90, False).key == kept
+                    assert module.choose(*module.features(q, k)).key == kept
                     ends.append(loss().item())
                 values[index] = start
                 slope = (ends[0] - ends[1]) / (2 * step)
@@ -102,7 +121,7 @@ def test_learns_to_keep_the_far_block_that_matters() -> None:
         shares = []
         for _ in range(8):
             q, k, _, where, _ = batch()
-            layout = module.choose(*module.scores(q, k), n, False).to_layout().view(b, h, blocks, blocks)
+            layout = module.choose(*module.features(q, k)).to_layout().view(b, h, blocks, blocks)
             shares += [layout[i, :, :, j].float().mean().item() for i, j in enumerate(where.tolist())]
         module.train()
         return sum(shares) / len(shares)
@@ -120,12 +139,52 @@ def test_learns_to_keep_the_far_block_that_matters() -> None:
     assert share_of_rows() >= 0.95
 
 
+def modules() -> list[BlockSparseDilatedAttention]:
+    """Without and with a scorer of their own."""
+    config = SparsePatternConfig("adaptive", 0.4, 16)
+    return [BlockSparseDilatedAttention(sparse_config=config).eval(), make().eval()]
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize("position", [1, 15, 16, 17, 40, 89])
+def test_the_future_cannot_change_the_past(module: BlockSparseDilatedAttention, position: int) -> None:
+    tensors_ = [x.detach() for x in tensors()]
+    out = module(*tensors_, True)
+    for i in range(3):
+        for value in (50.0, math.nan):
+            changed = [x.clone() for x in tensors_]
+            changed[i][:, position:] = value
+            assert torch.equal(module(*changed, True)[:, :position], out[:, :position])
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_a_mask_hides_does_not_matter(module: BlockSparseDilatedAttention, is_causal: bool) -> None:
+    q, k, v = (x.detach() for x in tensors())
+    mask = torch.ones(2, 90, dtype=torch.bool)
+    mask[0, 50:], mask[1, 60:] = False, False
+    out = module(q, k, v, is_causal, mask)
+    other = [torch.where(mask[:, :, None, None], x, math.nan) for x in (k, v)]
+    other_q = torch.where(mask[:, :, None, None], q, 7.0)
+    assert torch.equal(module(other_q, *other, is_causal, mask)[mask], out[mask])
+    short = module(*(x[:1, :50] for x in (q, k, v)), is_causal)
+    if is_causal:  # a shorter sequence has another budget; under a causal mask the first rows keep all
+        assert_close(out[:1, :16], short[:, :16], torch.float64)
+
+
+def test_weights_are_of_one_pattern_and_without_dropout() -> None:
+    q, k, _ = (x.detach() for x in tensors())
+    module = make(0.5, dropout=0.5).train()
+    weights = module.attention_weights(q, k)
+    assert (weights.sum(-1) - 1).abs().max() < 1e-12
+
+
 def test_density_is_what_was_asked_and_the_diagonal_is_kept() -> None:
     q, k, _ = tensors()
     for ratio in (0.005, 0.2, 0.5, 1.0):
         module = make(ratio)
         for is_causal in (False, True):
-            pattern = module.choose(*module.scores(q, k), 90, is_causal)
+            pattern = module.choose(*module.features(q, k, is_causal), is_causal)
             rows = pattern.rows
             total = rows * (rows + 1) / 2 if is_causal else rows**2
             assert abs(pattern.density - ratio) * total <= rows
@@ -134,13 +193,13 @@ def test_density_is_what_was_asked_and_the_diagonal_is_kept() -> None:
 
 def test_noise_only_in_training_and_annealed_away() -> None:
     module, (q, k, _) = make(0.5), tensors()
-    features = module.scores(q, k)
+    features = module.features(q, k)
 
     def chosen() -> set[str]:
-        return {module.choose(*features, 90, False).key for _ in range(5)}
+        return {module.choose(*features).key for _ in range(5)}
 
     assert len(chosen()) > 1
-    assert len({module.eval().choose(*features, 90, False).key for _ in range(3)}) == 1
+    assert len({module.eval().choose(*features).key for _ in range(3)}) == 1
     module.train()
     assert (module.temperature, module.progress.item()) == (1.0, 0.0)
     module.anneal(0.5)

@@ -315,11 +315,14 @@ def test_random_is_uniform() -> None:
 
 
 def best_blocks(query: Tensor, key: Tensor, size: int, per_row: int, is_causal: bool) -> list[set[int]]:
-    """Of one head: for each row its own block and those whose mean keys suit its mean queries best."""
-    scores = (
-        torch.stack([x.mean(0) for x in query.split(size)])
-        @ torch.stack([x.mean(0) for x in key.split(size)]).T
-    )
+    """Of one head: for each row its own block and those whose mean keys suit its mean queries best.
+
+    Under a causal mask the mean is of `size` queries that end with the first of the row.
+    """
+    parts = list(query.split(size))
+    if is_causal:
+        parts = [query[max(0, i * size - size + 1) : i * size + 1] for i in range(len(parts))]
+    scores = torch.stack([x.mean(0) for x in parts]) @ torch.stack([x.mean(0) for x in key.split(size)]).T
     result = []
     for row, line in enumerate(scores.tolist()):
         there = row + 1 if is_causal else len(line)

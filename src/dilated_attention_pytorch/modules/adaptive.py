@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ..block_sparse import attend_blocks, pool_blocks
-from ..plan import BlockPattern, score_pattern
+from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
+from ..checks import check_inputs
+from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, finite_float
-from .block_sparse import BlockSparseDilatedAttention
+from .block_sparse import BlockSparseDilatedAttention, Prepared
 
 
 class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAttention):
@@ -29,6 +29,10 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
 
     The score is a gate inside the softmax, so that the scorer has a true gradient: blocks that help rise,
     others sink. In training Gumbel noise of `temperature` gives other blocks a try; `anneal` lowers it.
+
+    Under `is_causal` nothing knows the future: the mean query is that of the positions up to the first of the
+    row, and the gate of a key takes the mean of its block up to that key. Positions that a mask hides count
+    in no mean, and blocks without a visible key use up no budget.
 
     Args:
         sparse_config: as in `BlockSparseDilatedAttention`, of type "adaptive"; that is the default.
@@ -121,67 +125,52 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
             scorer.materialize((heads, d, self.scorer_dim), device=device)
         self.reset_parameters()
 
-    def scores(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (b, h, blocks, scorer_dim) of queries and keys, whose products are the scores."""
-        features = []
+    def features(
+        self, query: Tensor, key: Tensor, is_causal: bool = False, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(b, h, blocks, scorer_dim) of rows and (b, n, h_kv, scorer_dim) of keys: their products are scores.
+
+        The score of a block is that of its last key, whose feature stands for the mean of the block.
+        """
+        check_inputs(query, key, key, mask, None)
         for x, scorer in ((query, self.query_scorer), (key, self.key_scorer)):
             if x.shape[2:] != scorer.shape[:2]:
                 raise ValueError(
                     f"the scorer was made for {tuple(scorer.shape[:2])} heads and features, "
                     f"got {tuple(x.shape[2:])}"
                 )
-            means = pool_blocks(x, self.sparse_config.block_size)
-            features.append(means @ scorer.to(means.dtype))
-        return features[0] / math.sqrt(self.scorer_dim), features[1]
+        size, n = self._config.block_size, key.shape[1]
+        rows = pool_queries(query, size, is_causal, mask)
+        keys = pool_keys(key, size, mask)
+        if not is_causal:  # all keys of a block may know all of it
+            ends = block_ends(n, size).to(key.device)
+            keys = keys[:, ends].repeat_interleave(size, 1)[:, :n]
+        row = rows @ self.query_scorer.to(rows.dtype) / math.sqrt(self.scorer_dim)
+        return row, torch.einsum("bnhd,hdf->bnhf", keys, self.key_scorer.to(keys.dtype))
 
     # What is kept depends on values, which no compiler can trace.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def choose(self, row: Tensor, column: Tensor, n: int, is_causal: bool) -> BlockPattern:
-        """The pattern of the given scores, with noise in training."""
-        group = row.shape[1] // column.shape[1]
-        columns = column.repeat_interleave(group, 1)
+    def choose(
+        self, row: Tensor, keys: Tensor, is_causal: bool = False, mask: Tensor | None = None
+    ) -> BlockPattern:
+        """The pattern of the given features, with noise in training."""
+        n, size = keys.shape[1], self._config.block_size
+        column = keys[:, block_ends(n, size).to(keys.device)].transpose(1, 2)
         noise = self.temperature if self.training else 0.0
-        with torch.no_grad():
-            return score_pattern(
-                row.flatten(0, 1),
-                columns.flatten(0, 1),
-                n,
-                self.sparse_config,
-                is_causal=is_causal,
-                noise=noise,
-            )
+        return choose_blocks(row, column, n, self._config, is_causal, mask, noise)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        n, d = query.shape[1], query.shape[-1]
-        row, column = self.scores(query, key)
-        pattern = self.choose(row, column, n, is_causal)
-        scale = 1.0 / math.sqrt(d) if self.spec.scale is None else self.spec.scale
-        # scale q k + row column is the product of longer rows: the gate costs no kernel of its own.
-        wide_q = torch.cat([query * scale, self._tokens(row, n).to(query.dtype)], -1)
-        wide_k = torch.cat([key, self._tokens(column, n).to(key.dtype)], -1)
-        out, lse = attend_blocks(
-            wide_q,
-            wide_k,
-            F.pad(value, (0, self.scorer_dim)),
-            pattern,
-            is_causal=is_causal,
-            scale=1.0,
-            dropout_p=self._dropout_now,
-            key_mask=attention_mask,
-            return_lse=True,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes,
-            memory=self._memory,
-            use_pattern_cache=False,
-        )
-        return out[..., :d], lse
+    @property
+    def _config(self) -> SparsePatternConfig:
+        return SparsePatternConfig.of(self.sparse_config)
 
-    def _tokens(self, features: Tensor, n: int) -> Tensor:
-        """(b, h, blocks, f) of blocks -> (b, n, h, f) of their tokens."""
-        size = self.sparse_config.block_size
-        return features.repeat_interleave(size, 2)[:, :, :n].transpose(1, 2)
+    def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
+        row, keys = self.features(query, key, is_causal, mask)
+        pattern = self.choose(row, keys, is_causal, mask)
+        scale = 1.0 / math.sqrt(query.shape[-1]) if self.spec.scale is None else self.spec.scale
+        rows = row.repeat_interleave(self._config.block_size, 2)[:, :, : query.shape[1]].transpose(1, 2)
+        # scale q k + row key is the product of longer rows: the gate costs no kernel of its own.
+        wide_q = torch.cat([query * scale, rows.to(query.dtype)], -1)
+        return Prepared(wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, 1.0)
 
 
 def _temperature(name: str, value: float) -> float:

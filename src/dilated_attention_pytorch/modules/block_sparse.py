@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
+from ..checks import check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 from .skin import AttentionSkin, one_dropout
+
+
+class Prepared(NamedTuple):
+    """Queries and keys as they are attended, the pattern or its recipe, and the factor of the scores."""
+
+    query: Tensor
+    key: Tensor
+    pattern: BlockPattern | str
+    scale: float | None
 
 
 class BlockSparseDilatedAttention(AttentionSkin):
@@ -23,7 +34,8 @@ class BlockSparseDilatedAttention(AttentionSkin):
     Args:
         segment_lengths, dilation_rates: the branches of the pattern type "dilated_sparse".
         sparse_config: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern` for one length. The
-            type "adaptive" scores blocks anew in each call, by their mean queries and keys.
+            type "adaptive" scores blocks anew in each call, by their mean queries and keys; see
+            `build_block_pattern`.
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
         attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
         options: as in `DilatedAttention`: enable_memory_pool, lightweight_pool, enable_profiling,
@@ -46,13 +58,15 @@ class BlockSparseDilatedAttention(AttentionSkin):
         super().__init__(
             DilatedSpec(segment_lengths, dilation_rates, scale=softmax_scale, dropout_p=dropout_p), **options
         )
-        self.pattern = sparse_config if isinstance(sparse_config, BlockPattern) else None
+        self.pattern: BlockPattern | None = None
+        self.sparse_config: SparsePatternConfig | None = None
+        self._recipe = ""
         if isinstance(sparse_config, BlockPattern):
-            self.sparse_config = SparsePatternConfig(block_size=sparse_config.block_size)
+            self.pattern = sparse_config
         else:
             self.sparse_config = SparsePatternConfig.of(sparse_config)
-        branches = () if self.pattern else check_branches(self.sparse_config, segment_lengths, dilation_rates)
-        self._recipe = write_recipe(self.sparse_config, branches)
+            branches = check_branches(self.sparse_config, segment_lengths, dilation_rates)
+            self._recipe = write_recipe(self.sparse_config, branches)
 
     @property
     def pattern_cache(self) -> PersistentPatternCache | None:
@@ -74,15 +88,20 @@ class BlockSparseDilatedAttention(AttentionSkin):
         `attention_mask` is (b, n) bool, True where a key may be attended.
         """
         self._check_declared(query)
-        return self._attend(query, key, value, is_causal, attention_mask)[0]
+        prepared = self._prepare(query, key, is_causal, attention_mask)
+        return self._attend(prepared, value, is_causal, attention_mask, self._dropout_now)
 
-    def get_pattern(self, n: int, num_heads: int = 1, *, is_causal: bool = False) -> BlockPattern:
-        """The pattern that a call of this length uses; "adaptive" ones are made in the call alone."""
+    def get_pattern(self, n: int, num_heads: int, *, is_causal: bool = False) -> BlockPattern:
+        """The pattern that a call of this length and number of heads uses."""
         if self.pattern is not None:
-            return self.pattern
+            if n != self.pattern.n:
+                raise ValueError(f"the pattern is for a length of {self.pattern.n}, got {n}")
+            return self.pattern.causal() if is_causal else self.pattern
+        if self._is_adaptive:
+            raise ValueError("an adaptive pattern is made in each call, from its queries and keys")
         spec = self.spec
         return build_block_pattern(
-            self.sparse_config,
+            SparsePatternConfig.of(self.sparse_config),
             n,
             num_heads,
             is_causal=is_causal,
@@ -93,41 +112,53 @@ class BlockSparseDilatedAttention(AttentionSkin):
     def attention_weights(
         self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """(b, n, n): the attention probabilities, averaged over the heads. For short sequences."""
+        """(b, n, n): probabilities without dropout, averaged over the heads. For short sequences."""
         # Attention to the rows of an identity matrix shows the weights themselves.
         b, n, _, width = query.shape
         weights = query.new_zeros(b, n, n)
+        unit = torch.eye(n, dtype=query.dtype, device=query.device)
         with torch.no_grad():
+            prepared = self._prepare(query, key, is_causal, attention_mask)
             for start in range(0, n, width):
-                columns = torch.eye(n, dtype=query.dtype, device=query.device)[:, start : start + width]
-                values = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
+                columns = unit[:, start : start + width]
+                values = F.pad(columns, (0, width - columns.shape[1]))
                 values = values[None, :, None].expand(b, n, key.shape[2], width)
-                out, _ = self._attend(query, key, values, is_causal, attention_mask)
+                out = self._attend(prepared, values, is_causal, attention_mask, 0)
                 weights[:, :, start : start + width] = out.mean(2)[..., : columns.shape[1]]
         return weights
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    @property
+    def _is_adaptive(self) -> bool:
+        return self.sparse_config is not None and self.sparse_config.pattern_type == "adaptive"
+
+    def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
+        """What is attended, before the values are known."""
         pattern: BlockPattern | str = self._recipe if self.pattern is None else self.pattern
-        if self.sparse_config.pattern_type == "adaptive" and self.pattern is None:
-            pattern = _content_pattern(self.sparse_config, query, key, is_causal)
-        result: tuple[Tensor, Tensor] = attend_blocks(  # type: ignore[assignment]
-            query,
-            key,
-            value,
-            pattern,
+        if self._is_adaptive:
+            pattern = _content_pattern(self.sparse_config, query, key, is_causal, mask)
+        return Prepared(query, key, pattern, self.spec.scale)
+
+    def _attend(
+        self, prepared: Prepared, value: Tensor, is_causal: bool, mask: Tensor | None, dropout_p: float
+    ) -> Tensor:
+        d, wide = value.shape[-1], prepared.key.shape[-1]
+        out = attend_blocks(
+            prepared.query,
+            prepared.key,
+            value if d == wide else F.pad(value, (0, wide - d)),
+            prepared.pattern,
             is_causal=is_causal,
-            scale=self.spec.scale,
-            dropout_p=self._dropout_now,
-            key_mask=attention_mask,
-            return_lse=True,
+            scale=prepared.scale,
+            dropout_p=dropout_p,
+            key_mask=mask,
+            return_lse=False,
             kernel=self.kernel,
             workspace_bytes=self.workspace_bytes,
             memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache and self.sparse_config.pattern_type != "adaptive",
+            use_pattern_cache=self.use_pattern_cache and not self._is_adaptive,
         )
-        return result
+        assert isinstance(out, Tensor)
+        return out if d == wide else out[..., :d]
 
     def extra_repr(self) -> str:
         shown = self.sparse_config if self.pattern is None else self.pattern
@@ -161,10 +192,11 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         self.ring_size = 1
 
 
+# The pattern depends on values, which no compiler can trace.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _content_pattern(
-    config: SparsePatternConfig, query: Tensor, key: Tensor, is_causal: bool
+    config: SparsePatternConfig, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None
 ) -> BlockPattern:
-    """Depends on values, which no compiler can trace."""
+    check_inputs(query, key, key, mask, None)
     n, num_heads = query.shape[1], query.shape[2]
-    return build_block_pattern(config, n, num_heads, is_causal=is_causal, query=query, key=key)
+    return build_block_pattern(config, n, num_heads, is_causal=is_causal, query=query, key=key, key_mask=mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .block_pattern import BlockPattern
 from .shape import Pass, Shape
 
-JOINED_BELOW = 64  # tokens a block: a kernel is slow with so few query rows, beyond joining gains nothing
+JOINED_BELOW = 64  # tokens a block: a kernel is slower with so few query rows
 JOINED_ROWS = 512  # tokens of the rows that are joined
 LEAST_SHARE = 0.5  # of its blocks that a row must share with its neighbours for that
 BYTES_A_THREAD = 4 * 2**20  # gathered keys and values of about this size stay in a core's share of the cache

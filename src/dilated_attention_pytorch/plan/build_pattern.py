@@ -15,6 +15,7 @@ from .block_pattern import BlockPattern, count_blocks
 _CHUNK = 2**20  # candidates looked at together
 _ALWAYS, _GLOBAL, _WINDOW, _OWN = range(4)  # ranks: lower ones are kept first; levels go on from _OWN
 _FILL = 99
+_ABSENT = 1000  # times the number of rows: the rank of what does not exist
 
 
 class Budget(NamedTuple):
@@ -63,7 +64,7 @@ def make_budget(config: SparsePatternConfig, rows: int, is_causal: bool) -> Budg
     if config.global_tokens is not None:
         num_global = count_blocks(config.global_tokens, config.block_size)
     else:
-        num_global = int(share / 4) if config.pattern_type == "global_local" else 0
+        num_global = max(1, int(share / 4)) if config.pattern_type == "global_local" else 0
     if is_causal:
         # Rows reach back `per_row` blocks or to the start: r k - k (k - 1) / 2 blocks in all.
         asked = config.sparsity_ratio * rows * (rows + 1) / 2
@@ -99,11 +100,11 @@ def _nearest_first(
             column, is_there = _offered(source, part, min(source.limit, budget.per_row))
             distance = 2 * (column - part[:, None]).abs() + (column > part[:, None])
             columns.append(column)
-            ranks.append(torch.where(is_there, source.rank * 4 * rows + distance, 1000 * rows))
+            ranks.append(torch.where(is_there, source.rank * 4 * rows + distance, _ABSENT * rows))
         column, rank = torch.cat(columns, 1), torch.cat(ranks, 1)
         column, rank = _without_repeats(column, rank, rows)
         kept = rank.argsort(1)[:, : budget.per_row]
-        column, is_kept = column.gather(1, kept), rank.gather(1, kept) < 1000 * rows
+        column, is_kept = column.gather(1, kept), rank.gather(1, kept) < _ABSENT * rows
         column = column.masked_fill(~is_kept, rows).sort(1).values
         all_counts.append(is_kept.sum(1))
         all_columns.append(column[column < rows])
@@ -160,12 +161,10 @@ def _offered(source: _Source, row: Tensor, most: int) -> tuple[Tensor, Tensor]:
     step, turn = source.step, torch.arange(most)
     left = row - (row - source.phase) % step  # the nearest grid column at or before the row
     num_left = ((left - source.low) // step + 1).clamp_min(0)
-    # The grid may begin or go on outside [low, high] on either side of the row.
+    # A source may end before the row, as global columns do.
     beyond = ((left - source.high + step - 1) // step).clamp_min(0)
-    skipped = ((source.low - left - step + step - 1) // step).clamp_min(0)
-    left = left - beyond * step
-    num_left = (num_left - beyond).clamp_min(0)
-    right = row - (row - source.phase) % step + (1 + skipped) * step
+    right = left + step
+    left, num_left = left - beyond * step, (num_left - beyond).clamp_min(0)
     num_right = ((source.high - right) // step + 1).clamp_min(0)
     is_on = left == row
     left, num_left = left - is_on * step, num_left - is_on.long()
@@ -185,12 +184,12 @@ def _offered(source: _Source, row: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def _without_repeats(column: Tensor, rank: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Of a column that several sources offer only the first in rank stays."""
-    # 1000 * rows is the rank of what does not exist, so that a key of both fits an int64.
-    key = (column.clamp_max(rows) * (1001 * rows) + rank).sort(1).values
-    column, rank = key // (1001 * rows), key % (1001 * rows)
+    # Column and rank in one number, which fits an int64.
+    key = (column.clamp_max(rows) * ((_ABSENT + 1) * rows) + rank).sort(1).values
+    column, rank = key // ((_ABSENT + 1) * rows), key % ((_ABSENT + 1) * rows)
     repeated = torch.zeros_like(column, dtype=torch.bool)
     repeated[:, 1:] = column[:, 1:] == column[:, :-1]
-    return column, rank.masked_fill(repeated, 1000 * rows)
+    return column, rank.masked_fill(repeated, _ABSENT * rows)
 
 
 def _random(
@@ -249,12 +248,20 @@ def _draw_ordered(
 
 
 def score_pattern(
-    query: Tensor, key: Tensor, n: int, config: SparsePatternConfig, *, is_causal: bool, noise: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    n: int,
+    config: SparsePatternConfig,
+    *,
+    is_causal: bool,
+    visible: Tensor | None = None,
+    noise: float = 0.0,
 ) -> BlockPattern:
     """The "adaptive" pattern: of each row the blocks of the highest score, its own and global ones always.
 
     `query` (layouts, rows, features) and `key` (layouts, rows, features) describe the blocks; their products
-    are the scores. `noise` adds Gumbel noise of that temperature, so that others get a try.
+    are the scores. Of blocks that are not `visible` (batches, rows) only a row's own is kept. `noise` adds
+    Gumbel noise of that temperature, so that others get a try.
     """
     layouts, rows, _ = query.shape
     budget = make_budget(config, rows, is_causal)
@@ -270,6 +277,8 @@ def score_pattern(
             near = (ahead >= -before) & (ahead <= after)
             score = score.nan_to_num().clamp(-1e30, 1e30)
             score = score.masked_fill(near, 1e31).masked_fill(column < budget.num_global, 2e31)
+            if visible is not None:
+                score = score.masked_fill(~visible[layout * len(visible) // layouts], -math.inf)
             score = score.masked_fill(ahead == 0, math.inf)
             if is_causal:
                 score = score.masked_fill(ahead > 0, -math.inf)
