@@ -90,8 +90,8 @@ def test_choice_is_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
         module: Any = create_block_sparse_attention("base", [2048], [1], sparsity_ratio=0.01)
     assert str(module.choice) in caplog.text
-    assert "BlockSparseDilatedAttention(segment_lengths=(2048,)" in str(module.choice)
-    assert "- pattern: the default, with {'sparsity_ratio': 0.01}" in str(module.choice)
+    assert "BlockSparseDilatedAttention(segment_lengths=[2048]" in str(module.choice)
+    assert "- pattern: the default, sparsity_ratio=0.01" in str(module.choice)
 
 
 def test_kind_of_the_dilated_factory() -> None:
@@ -108,8 +108,11 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             create_block_sparse_attention(variant)
-    with pytest.raises(ValueError, match="preset must be one of local, document, genome"):
-        create_block_sparse_attention(preset="books")
+    for preset in ("books", ["local"]):
+        with pytest.raises(ValueError, match="preset must be one of local, document, genome"):
+            create_block_sparse_attention(preset=preset)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="segment_lengths must be a sequence of integers, got 2048"):
+        create_block_sparse_attention("base", 2048, [1])  # type: ignore[arg-type]
     for variant in ("adaptive", "hierarchical"):
         with pytest.raises(ValueError, match=f"variant '{variant}' needs a pattern of that type, got random"):
             create_block_sparse_attention(variant, pattern_type="random")

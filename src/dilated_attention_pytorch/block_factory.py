@@ -69,7 +69,7 @@ def create_block_sparse_attention(
         )
     if variant not in known:
         raise ValueError(f"variant must be one of {', '.join(known)}, got {variant!r}")
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     changes = {"sparsity_ratio": sparsity_ratio, "block_size": block_size, "pattern_type": pattern_type}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -87,19 +87,19 @@ def create_block_sparse_attention(
         if variant in _PATTERN_TYPES and preset is None:
             changes.setdefault("pattern_type", _PATTERN_TYPES[variant])
         config = replace(config, **changes)  # type: ignore[arg-type]
-        reasons.append(
-            f"pattern: {'the default' if preset is None else f'preset {preset!r}'}, with {changes}"
-        )
+        changed = "".join(f", {name}={value!r}" for name, value in changes.items())
+        reasons.append(f"pattern: {'the default' if preset is None else f'preset {preset!r}'}{changed}")
     kind = None if isinstance(config, BlockPattern) else config.pattern_type
     wanted = _PATTERN_TYPES.get(variant)
     if wanted is not None and kind != wanted:
         raise ValueError(f"variant {variant!r} needs a pattern of that type, got {kind or 'a BlockPattern'}")
     if variant == "auto":
         variant = "multihead" if "embed_dim" in options else kind if kind in _PATTERN_TYPES else "base"
-        reasons.append(f"variant: {'embed_dim is given' if variant == 'multihead' else f'pattern {kind}'}")
+        why = "embed_dim is given" if variant == "multihead" else f"pattern {kind or 'given as blocks'}"
+        reasons.append(f"variant: {why}")
     made: dict[str, Any] = {
-        "segment_lengths": tuple(segment_lengths),
-        "dilation_rates": tuple(dilation_rates),
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
         "sparse_config": config,
         **options,
     }

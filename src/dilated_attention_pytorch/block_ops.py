@@ -121,7 +121,7 @@ def block_sparse_attention_op(
     seed: Tensor | None,
     *raw: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n); the arguments are those of `block_sparse.block_sparse_attention`."""
+    """out (b, n, h, d) and lse (b, h, n); arguments as in `block_sparse.block_sparse_attention`."""
     plan = _plan(q, starts, columns, BlockOptions(*raw))
 
     def attend(options: BlockOptions, workspace: Workspace) -> tuple[Tensor, Tensor]:

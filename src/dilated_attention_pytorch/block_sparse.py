@@ -236,7 +236,7 @@ def block_sparse_attention(
         (float64 for float64). A query that sees no key gives zeros, lse -inf and zero gradients.
 
     Keys and values whose strides are no multiples of d are copied first. There is no second and no
-    forward-mode derivative.
+    forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
@@ -320,6 +320,8 @@ def _run(
 
 
 def _check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
+    if not torch.compiler.is_compiling() and pattern.is_changed:
+        raise ValueError("the tensors of a pattern must stay as they are, and were written to: make another")
     b, n, h, _ = q.shape
     if pattern.n != n:
         raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")

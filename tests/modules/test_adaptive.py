@@ -243,7 +243,62 @@ def test_half_precision_and_autocast() -> None:
     assert (out.float() - expected).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("scale", [3.0, 0.3, None, 1e-4, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_that_of_plain_attention(dtype: torch.dtype, scale: float | None) -> None:
+    """The gate must not cost the scores their precision."""
+    config = SparsePatternConfig("adaptive", 1.0, 16)
+    q, k, v = (x.detach().mul(2).to(dtype) for x in tensors())
+    gated = make(1.0, softmax_scale=scale).eval()
+    plain = BlockSparseDilatedAttention(sparse_config=config, softmax_scale=scale)
+    errors = [
+        (module(q, k, v).double() - module(q.double(), k.double(), v.double())).abs().max().item()
+        for module in (gated, plain)
+    ]
+    assert errors[0] < 4 * errors[1] + torch.finfo(dtype).eps
+
+
+def test_first_call_in_inference_mode_or_in_error_spoils_nothing() -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=SparsePatternConfig("adaptive", 0.4, 16))
+    with pytest.raises(ValueError, match="heads of q must be a multiple of those of k and v, got 3 and 2"):
+        lazy(q[:, :, :3], k, v)
+    with torch.inference_mode():
+        lazy(q, k, v)
+    lazy(q, k, v).sum().backward()
+    assert lazy.query_scorer.grad is not None
+
+
+def test_made_in_half_precision_on_meta_or_as_declared() -> None:
+    config = SparsePatternConfig("adaptive", 0.4, 16)
+    q, k, v = (x.detach().half() for x in tensors())
+    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=config, dtype=torch.float16)
+    assert lazy(q, k, v).dtype == torch.float16
+    assert lazy.query_scorer.dtype == torch.float16
+    with torch.device("meta"):
+        module = BlockSparseAdaptiveDilatedAttention(sparse_config=config, **SIZES)
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.progress.item() == 0.0
+    assert module(q.float(), k.float(), v.float()).isfinite().all()
+
+
+def test_empty_batch() -> None:
+    q, k, v = (x.detach()[:0] for x in tensors())
+    for module in modules():
+        assert module(q, k, v).shape == (0, 90, 4, 8)
+
+
+def test_autocast_of_mixed_dtypes() -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    for module in (modules()[0], make().float().eval()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(q.bfloat16(), k, v).dtype == torch.bfloat16
+
+
 def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="given together, num_kv_heads only with them"):
+        BlockSparseAdaptiveDilatedAttention(num_kv_heads=2)
     with pytest.raises(ValueError, match="sparse_config must be of type \"adaptive\", got 'random'"):
         BlockSparseAdaptiveDilatedAttention(sparse_config={"pattern_type": "random"})
     with pytest.raises(TypeError, match="makes its patterns itself, got a BlockPattern"):

@@ -410,3 +410,21 @@ def test_from_block_mask_states_rule_and_fact(mask: Any, error: type[Exception],
         )
     with pytest.raises(error, match=message):
         BlockPattern.from_block_mask(mask)
+
+
+def test_a_pattern_that_was_written_to_is_refused() -> None:
+    pattern = BlockPattern.from_layout(torch.eye(8) > 0, 64, 8)
+    x = torch.randn(1, 64, 1, 4)
+    block_sparse_attention(x, x, x, pattern)
+    pattern.columns.copy_(pattern.columns.flip(0))
+    with pytest.raises(ValueError, match="must stay as they are, and were written to: make another"):
+        block_sparse_attention(x, x, x, pattern)
+
+
+def test_text_and_picture_on_any_default_device(tmp_path: Path) -> None:
+    pattern = BlockPattern.from_layout(torch.eye(8) > 0, 64, 8)
+    text = str(pattern)
+    with torch.device("meta"):
+        assert str(pattern) == text
+        pattern.draw(tmp_path / "pattern.png")
+        assert pattern.num_pairs == 512

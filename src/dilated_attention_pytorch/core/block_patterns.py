@@ -12,7 +12,7 @@ _lock = threading.Lock()
 
 
 class PersistentPatternCache(PatternCache):
-    """A `PatternCache` for block patterns, 100 by default, in memory; the options are those of `PatternCache`."""
+    """A `PatternCache` for block patterns, 100 by default, in memory; other options as there."""
 
     def __init__(self, max_size: int = 100, **options: Any) -> None:
         super().__init__(max_size, **options)

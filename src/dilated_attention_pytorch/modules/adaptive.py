@@ -12,11 +12,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
-from ..checks import check_inputs
+from ..checks import autocast_inputs, check_inputs
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, finite_float
 from .block_sparse import BlockSparseDilatedAttention, Prepared
+
+LEAST_SCALE = 1e-3  # the gate is divided by the scale, which must leave it in the range of half precision
 
 
 class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAttention):
@@ -74,15 +76,16 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         for name, size in {**sizes, "scorer_dim": scorer_dim}.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
-        if (num_heads is None) != (head_dim is None):
-            raise ValueError("num_heads and head_dim are given together, got one of them")
+        if (num_heads is None) != (head_dim is None) or (num_heads is None and num_kv_heads is not None):
+            raise ValueError("num_heads and head_dim are given together, num_kv_heads only with them")
         if num_heads is not None and num_heads % (num_kv_heads or num_heads):
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         self.scorer_dim = scorer_dim
         self.first_temperature = _temperature("temperature", temperature)
         self.final_temperature = _temperature("final_temperature", final_temperature)
         self.register_buffer("progress", torch.zeros(()))
-        self.query_scorer, self.key_scorer = (UninitializedParameter() for _ in range(2))
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        self.query_scorer, self.key_scorer = (UninitializedParameter(**where) for _ in range(2))
         if num_heads is not None and head_dim is not None:
             self._make_scorer(num_heads, num_kv_heads or num_heads, head_dim)
 
@@ -106,24 +109,29 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
     def initialize_parameters(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
         """Called by torch before the first forward."""
         if self.has_uninitialized_params():
+            check_inputs(query, key, key, None, None)
             self._make_scorer(query.shape[2], key.shape[2], query.shape[3], query.device)
 
     def reset_parameters(self) -> None:
         """The scores begin near the mean attention scores: one random projection for queries and keys."""
+        self.progress.zero_()
         if self.has_uninitialized_params():
             return
         h_kv, d, _ = self.key_scorer.shape
+        # In float32: half precision has no orthogonal matrices.
+        made = torch.empty(self.key_scorer.shape, dtype=torch.float32, device=self.key_scorer.device)
         with torch.no_grad():
             for head in range(h_kv):
-                nn.init.orthogonal_(self.key_scorer[head], gain=(d / self.scorer_dim) ** 0.25)
-            group = self.query_scorer.shape[0] // h_kv
-            self.query_scorer.copy_(self.key_scorer.repeat_interleave(group, 0))
+                nn.init.orthogonal_(made[head], gain=(d / self.scorer_dim) ** 0.25)
+            self.key_scorer.copy_(made)
+            self.query_scorer.copy_(made.repeat_interleave(self.query_scorer.shape[0] // h_kv, 0))
 
     def _make_scorer(self, h: int, h_kv: int, d: int, device: torch.device | None = None) -> None:
-        for scorer, heads in ((self.query_scorer, h), (self.key_scorer, h_kv)):
-            assert isinstance(scorer, UninitializedParameter)
-            scorer.materialize((heads, d, self.scorer_dim), device=device)
-        self.reset_parameters()
+        with torch.inference_mode(False):  # an inference tensor could not be trained later
+            for scorer, heads in ((self.query_scorer, h), (self.key_scorer, h_kv)):
+                assert isinstance(scorer, UninitializedParameter)
+                scorer.materialize((heads, d, self.scorer_dim), device=device)
+            self.reset_parameters()
 
     def features(
         self, query: Tensor, key: Tensor, is_causal: bool = False, mask: Tensor | None = None
@@ -133,6 +141,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         The score of a block is that of its last key, whose feature stands for the mean of the block.
         """
         check_inputs(query, key, key, mask, None)
+        self.initialize_parameters(query, key)
         for x, scorer in ((query, self.query_scorer), (key, self.key_scorer)):
             if x.shape[2:] != scorer.shape[:2]:
                 raise ValueError(
@@ -164,13 +173,16 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         return SparsePatternConfig.of(self.sparse_config)
 
     def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
+        query, key, _ = autocast_inputs(query, key, key)
         row, keys = self.features(query, key, is_causal, mask)
         pattern = self.choose(row, keys, is_causal, mask)
         scale = 1.0 / math.sqrt(query.shape[-1]) if self.spec.scale is None else self.spec.scale
         rows = row.repeat_interleave(self._config.block_size, 2)[:, :, : query.shape[1]].transpose(1, 2)
+        if abs(scale) < LEAST_SCALE:
+            query, scale = query * scale, 1.0
         # scale q k + row key is the product of longer rows: the gate costs no kernel of its own.
-        wide_q = torch.cat([query * scale, rows.to(query.dtype)], -1)
-        return Prepared(wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, 1.0)
+        wide_q = torch.cat([query, (rows / scale).to(query.dtype)], -1)
+        return Prepared(wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, scale)
 
 
 def _temperature(name: str, value: float) -> float:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
-from ..checks import check_inputs
+from ..checks import autocast_inputs, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
@@ -135,6 +135,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
         """What is attended, before the values are known."""
         pattern: BlockPattern | str = self._recipe if self.pattern is None else self.pattern
         if self._is_adaptive:
+            query, key, _ = autocast_inputs(query, key, key)
             pattern = _content_pattern(self.sparse_config, query, key, is_causal, mask)
         return Prepared(query, key, pattern, self.spec.scale)
 

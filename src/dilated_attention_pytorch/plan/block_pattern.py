@@ -32,6 +32,7 @@ class BlockPattern:
     columns: Tensor  # (kept blocks,) int32
     is_causal: bool = False
     key: str = field(init=False)  # a digest of the content, under which plans of the pattern are cached
+    _versions: tuple[int, int] = field(init=False, repr=False)  # of the tensors, when they were checked
 
     def __post_init__(self) -> None:
         # A pattern outlives the call: it must not be an inference tensor, which training refuses.
@@ -46,6 +47,15 @@ class BlockPattern:
             digest.update(pattern_files.raw_bytes(x))
         # At once, although not all need it: compilers can read it, but not compute it.
         object.__setattr__(self, "key", digest.hexdigest())
+        object.__setattr__(self, "_versions", (self.starts._version, self.columns._version))
+
+    def __reduce__(self) -> tuple[type[BlockPattern], tuple[Any, ...]]:
+        return BlockPattern, (self.n, self.block_size, self.starts, self.columns, self.is_causal)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to the tensors, so that neither checks nor key hold any more."""
+        return self._versions != (self.starts._version, self.columns._version)
 
     def _check(self) -> None:
         _check_sizes(self.n, self.block_size, self.is_causal)

@@ -264,6 +264,9 @@ def score_pattern(
     Gumbel noise of that temperature, so that others get a try.
     """
     layouts, rows, _ = query.shape
+    if not layouts:  # an empty batch: nobody will ask for more than a pattern
+        ones = torch.ones(rows, dtype=torch.int64, device="cpu")
+        return BlockPattern.from_counts(n, config.block_size, ones, ones.cumsum(0) - 1, is_causal)
     budget = make_budget(config, rows, is_causal)
     column = torch.arange(rows, device=query.device)
     counts, columns = [], []

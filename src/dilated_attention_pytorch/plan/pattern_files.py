@@ -91,7 +91,7 @@ def coverage(pattern: BlockPattern, layout: int, cells: int) -> Tensor:
     cells = min(cells, rows)
     first, last = (int(pattern.starts[i]) for i in (layout * rows, (layout + 1) * rows))
     counts = pattern.counts[layout * rows : (layout + 1) * rows]
-    cell_of = torch.arange(rows) * cells // rows
+    cell_of = torch.arange(rows, device="cpu") * cells // rows
     row = torch.repeat_interleave(cell_of, counts)
     column = cell_of[pattern.columns[first:last].long()]
     kept = torch.bincount(row * cells + column, minlength=cells * cells).view(cells, cells)
@@ -112,7 +112,7 @@ def draw(pattern: BlockPattern, path: str | Path, layout: int, pixels: int) -> N
     zoom = max(1, pixels // share.shape[0])
     # From white to a dark blue; a square root keeps thin patterns visible.
     shade = share.sqrt().unsqueeze(-1)
-    colour = 255 + shade * (torch.tensor([24.0, 52.0, 110.0]) - 255)
+    colour = 255 + shade * (torch.tensor([24.0, 52.0, 110.0], device="cpu") - 255)
     image = colour.round().to(torch.uint8).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
     height, width, _ = image.shape
     lines = torch.nn.functional.pad(
@@ -137,7 +137,7 @@ def to_block_mask(
 
     n, size, rows = pattern.n, pattern.block_size, pattern.rows
     heads = len(pattern) if num_heads is None or len(pattern) == 1 else num_heads
-    if len(pattern) % heads:
+    if heads < 1 or len(pattern) % heads:
         raise ValueError(f"{len(pattern)} layouts are not one for each of {heads} heads")
     layout = pattern.to_layout().view(-1, heads, rows, rows).to(device)
     # Full blocks skip the mask function: all but the diagonal, the ends and, with padding, none.
