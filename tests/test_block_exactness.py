@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dilated_attention_pytorch.core.block_patterns import get_block_pattern_cach
 from dilated_attention_pytorch.plan import block_sparse, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations
+from support.exactness import check_call
 from support.tolerances import assert_close, assert_same_gradients
 
 STRUCTURED = ("local_window", "dilated_sparse", "global_local", "strided", "hierarchical")
@@ -36,46 +38,16 @@ def _short_joined_rows() -> Iterator[None]:
 
 
 def check_against_reference(config: BlockConfiguration, dtype: torch.dtype, kernel: str = "auto") -> None:
-    """Compares out, lse, dq, dk and dv with the float64 reference of the same inputs and blocks."""
     pattern = config.pattern()
-    rng = torch.Generator().manual_seed(config.seed + 2)
-    shape = (config.b, config.n, config.h, config.d)
-    grad_out = torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
-    grad_lse = torch.randn(config.b, config.h, config.n, generator=rng, dtype=torch.float64)
-    if config.seed % 2:  # most callers never touch lse: its gradient then is absent, not zero
-        grad_lse.zero_()
-
-    def run(
-        attention: Callable[..., tuple[Tensor, Tensor]],
-        tensors: tuple[Tensor, ...],
-        blocks: BlockPattern | Tensor,
-        weight_lse: Callable[[Tensor], Tensor],
-        **options: Any,
-    ) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out, lse = attention(*leaves, blocks, return_lse=True, **config.options(), **options)
-        loss, weight = (out * grad_out.to(out.dtype)).sum(), weight_lse(out.detach())
-        if weight.any():
-            loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(weight.to(lse.dtype)).sum()
-        return [out, lse, *torch.autograd.grad(loss, leaves)]
-
-    def after_rounding(out: Tensor) -> Tensor:
-        """The weight of lse that makes an exact backward one that starts from the output as it was saved."""
-        if dtype.itemsize > 2:
-            return grad_lse
-        lost = out - actual[0].detach().to(out.dtype)
-        return grad_lse + (lost * grad_out.to(out.dtype)).sum(-1).transpose(1, 2)
-
-    tensors = config.tensors(dtype)
-    execution = {"workspace_bytes": config.workspace_bytes, "memory": config.memory, "kernel": kernel}
-    actual = run(block_sparse_attention, tensors, pattern, lambda _: grad_lse, **execution)
-    doubles = tuple(x.to(torch.float64) for x in tensors)
-    expected = run(block_sparse_attention_reference, doubles, pattern.to_dense(), after_rounding)
-    assert actual[0].dtype == dtype
-    assert actual[0].is_contiguous()
-    assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert_close(got, want, dtype, name)
+    check_call(
+        config,
+        dtype,
+        partial(block_sparse_attention, pattern=pattern),
+        partial(block_sparse_attention_reference, mask=pattern.to_dense()),
+        workspace_bytes=config.workspace_bytes,
+        memory=config.memory,
+        kernel=kernel,
+    )
 
 
 @settings(max_examples=250)

@@ -10,7 +10,6 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
@@ -21,6 +20,7 @@ from dilated_attention_pytorch.block_ops import (
     write_recipe,
 )
 from dilated_attention_pytorch.sparse_spec import SparsePatternConfig
+from support.op_checks import check_autocast, check_checkpointing
 from support.tolerances import assert_close, assert_same_gradients
 
 N, SIZE, BLOCKS = 37, 8, 5
@@ -163,26 +163,12 @@ def test_a_recipe_is_the_pattern_that_it_describes() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool, dropout: float) -> None:
-    tensors = qkv()
-    torch.manual_seed(2)
-    expected = torch.autograd.grad(attention(*tensors, dropout_p=dropout).square().sum(), tensors)
-    torch.manual_seed(2)
-    out = checkpoint(lambda *x: attention(*x, dropout_p=dropout), *tensors, use_reentrant=reentrant)
-    out.square().sum().backward()
-    for x, want in zip(tensors, expected, strict=True):
-        assert torch.equal(x.grad, want)
+    check_checkpointing(attention, qkv(), reentrant=reentrant, dropout=dropout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_like_sdpa(dtype: torch.dtype) -> None:
-    q, k, v = qkv()
-    with torch.autocast("cpu", dtype=dtype):
-        out = attention(q, k.to(dtype), v)
-        kept = attention(q.double(), k.double(), v.double())
-    assert out.dtype == dtype
-    assert kept.dtype == torch.float64
-    assert torch.equal(out, attention(q.to(dtype), k.to(dtype), v.to(dtype)))
-    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+    check_autocast(attention, qkv(), dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True])

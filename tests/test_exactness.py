@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
 from dilated_attention_pytorch import dilated_attention
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
-from support.tolerances import assert_close
+from support.exactness import check_call
 
 
 def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
-    """Compares out, lse, dq, dk and dv with the float64 reference of the same inputs."""
-    branches = (config.segment_lengths, config.dilation_rates)
-    rng = torch.Generator().manual_seed(config.seed + 2)
-    grad_out = torch.randn(config.b, config.n, config.h, config.d, generator=rng, dtype=torch.float64).to(
-        dtype
+    branches = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
+    check_call(
+        config,
+        dtype,
+        partial(dilated_attention, **branches),
+        partial(dilated_attention_reference, **branches),
+        saves_output=not config.detach_mixing,
+        workspace_bytes=config.workspace_bytes,
+        memory=config.memory,
+        kernel=kernel,
     )
-    grad_lse = torch.randn(config.b, config.h, config.n, generator=rng, dtype=torch.float64)
-    if config.seed % 2:  # most callers never touch lse: its gradient then is absent, not zero
-        grad_lse.zero_()
-
-    def run(
-        attention: Callable[..., tuple[Tensor, Tensor]],
-        tensors: tuple[Tensor, ...],
-        weight_lse: Callable[[Tensor], Tensor],
-        **options: Any,
-    ) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out, lse = attention(*leaves, *branches, return_lse=True, **config.options(), **options)
-        loss, weight = (out * grad_out.to(out.dtype)).sum(), weight_lse(out.detach())
-        if weight.any():
-            loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(weight.to(lse.dtype)).sum()
-        return [out, lse, *torch.autograd.grad(loss, leaves)]
-
-    def after_rounding(out: Tensor) -> Tensor:
-        """The weight of lse that makes an exact backward one that starts from the output as it was saved.
-
-        Backward has dS = P * (dP - rowsum(grad_out * out) + grad_lse) of `out` in the dtype of q. That
-        rounding is the dtype's, not the engine's, and dominates where a head has few features.
-        """
-        if dtype.itemsize > 2 or config.detach_mixing:
-            return grad_lse
-        lost = out - actual[0].detach().to(out.dtype)
-        return grad_lse + (lost * grad_out.to(out.dtype)).sum(-1).transpose(1, 2)
-
-    tensors = config.tensors(dtype)
-    execution = {"workspace_bytes": config.workspace_bytes, "memory": config.memory}
-    actual = run(dilated_attention, tensors, lambda _: grad_lse, kernel=kernel, **execution)
-    doubles = tuple(x.to(torch.float64) for x in tensors)
-    expected = run(dilated_attention_reference, doubles, after_rounding)
-    assert actual[0].dtype == dtype
-    assert actual[0].is_contiguous()
-    assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert_close(got, want, dtype, name)
 
 
 @settings(max_examples=300)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedAttention, dilated_attention
 from dilated_attention_pytorch.ops import dilated_attention_op
 from dilated_attention_pytorch.reference import multiplicity
+from support.op_checks import check_autocast, check_checkpointing
 from support.tolerances import assert_close, assert_same_gradients
 
 SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
@@ -109,26 +109,12 @@ def test_opcheck(dtype: torch.dtype, masked: bool) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool, dropout: float) -> None:
-    tensors = qkv(37)
-    torch.manual_seed(2)
-    expected = torch.autograd.grad(attention(*tensors, dropout_p=dropout).square().sum(), tensors)
-    torch.manual_seed(2)
-    out = checkpoint(lambda *x: attention(*x, dropout_p=dropout), *tensors, use_reentrant=reentrant)
-    out.square().sum().backward()
-    for x, want in zip(tensors, expected, strict=True):
-        assert torch.equal(x.grad, want)
+    check_checkpointing(attention, qkv(37), reentrant=reentrant, dropout=dropout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_like_sdpa(dtype: torch.dtype) -> None:
-    q, k, v = qkv(37)
-    with torch.autocast("cpu", dtype=dtype):
-        out = attention(q, k.to(dtype), v)
-        kept = attention(q.double(), k.double(), v.double())
-    assert out.dtype == dtype
-    assert kept.dtype == torch.float64
-    assert torch.equal(out, attention(q.to(dtype), k.to(dtype), v.to(dtype)))
-    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+    check_autocast(attention, qkv(37), dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"head_mixing": "grouped"}], ids=str)

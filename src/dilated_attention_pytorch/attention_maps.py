@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .attention_op import without_autocast
 from .checks import check_inputs
-from .ops import document_bounds, without_autocast
+from .ops import document_bounds
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import block_engine
+from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
 from .core.block_patterns import get_block_pattern_cache
 from .core.workspace import Workspace
-from .engine import Inputs
-from .kernels import Request, choose_kernel
-from .ops import with_memory, without_autocast
 from .plan import BlockPattern, BlockPlan, build_pattern, plan_blocks
 from .plan.block_sparse import BYTES_A_THREAD
 from .sparse_spec import SparsePatternConfig
@@ -91,21 +89,6 @@ def _sized(options: BlockOptions) -> BlockOptions:
     return options._replace(workspace_bytes=BYTES_A_THREAD * torch.get_num_threads())
 
 
-def _inputs(
-    options: BlockOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    workspace: Workspace,
-) -> Inputs:
-    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
-    kernel = choose_kernel(request, options.kernel)
-    drawn = 0 if seed is None else int(seed.item())
-    return Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, kernel, workspace)
-
-
 @torch.library.custom_op(
     "dilated_attention_pytorch::block_sparse_attention",
     mutates_args=(),
@@ -125,7 +108,7 @@ def block_sparse_attention_op(
     plan = _plan(q, starts, columns, BlockOptions(*raw))
 
     def attend(options: BlockOptions, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        inputs = _inputs(options, q, k, v, key_mask, seed, workspace)
+        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
         return block_engine.forward(plan, inputs, options.workspace_bytes)
 
     with without_autocast(q.device):
@@ -156,7 +139,7 @@ def block_sparse_attention_backward_op(
     plan = _plan(q, starts, columns, BlockOptions(*raw))
 
     def attend(options: BlockOptions, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _inputs(options, q, k, v, key_mask, seed, workspace)
+        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
         size = options.workspace_bytes
         return block_engine.backward(plan, inputs, size, out, lse, grad_out, grad_lse)
 
@@ -164,43 +147,7 @@ def block_sparse_attention_backward_op(
         return with_memory(_sized(BlockOptions(*raw)), q.device, attend)
 
 
-@block_sparse_attention_op.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    b, n, h, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, n), dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@block_sparse_attention_backward_op.register_fake
-def _(
-    _grad_out: Tensor,
-    _grad_lse: Tensor | None,
-    _out: Tensor,
-    _lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, columns, key_mask, seed, *options = inputs
-    ctx.save_for_backward(q, k, v, starts, columns, key_mask, seed, *output)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * (7 + len(ctx.options))
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    dq, dk, dv = block_sparse_attention_backward_op(grad_out, grad_lse, out, lse, *tensors, *ctx.options)
-    return dq, dk, dv, *(None,) * (4 + len(ctx.options))
-
-
-block_sparse_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+register_attention(block_sparse_attention_op, block_sparse_attention_backward_op, num_tensors=7)
 
 
 def _flops(matmuls: int, q: Tensor, starts: Tensor | None, columns: Tensor | None, raw: Sequence[Any]) -> int:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .attention_op import autocasts
 from .core.sources import check_memory
 from .kernels import check_kernel_name
-from .ops import autocasts
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

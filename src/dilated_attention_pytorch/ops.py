@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import engine
-from .core.host_memory import describe_bytes, is_out_of_memory
+from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
 from .core.pattern_cache import get_global_pattern_cache
-from .core.relief import out_of_memory, release_idle_memory
-from .core.sources import find_source
 from .core.workspace import Workspace
-from .kernels import Request, choose_kernel
 from .plan import Plan, Shape, plan_dilated
 from .plan.shape import Pass
 from .spec import DilatedSpec
@@ -47,8 +43,6 @@ class Options(NamedTuple):
         return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
 
 
-_T = TypeVar("_T")
-_O = TypeVar("_O", bound="RunOptions")
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
 _DROPOUT_P = Options._fields.index("dropout_p")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
@@ -79,7 +73,7 @@ def dilated_attention_op(
 
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor]:
         plan = _plan(options, direction, q, k, cu_seqlens)
-        return engine.forward(plan, _inputs(options, q, k, v, key_mask, seed, workspace))
+        return engine.forward(plan, attention_inputs(options, q, k, v, key_mask, seed, workspace))
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)
@@ -108,57 +102,11 @@ def dilated_attention_backward_op(
 
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         plan = _plan(options, "backward", q, k, cu_seqlens)
-        inputs = _inputs(options, q, k, v, key_mask, seed, workspace)
+        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
         return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)
-
-
-class RunOptions(Protocol):
-    """What the options of all attention ops have in common."""
-
-    @property
-    def dropout_p(self) -> float: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def memory(self) -> str: ...
-    def _replace(self, *, workspace_bytes: int) -> Any: ...
-
-
-def with_memory(options: _O, device: torch.device, attend: Callable[[_O, Workspace], _T]) -> _T:
-    """Attends with a workspace from where the options say.
-
-    A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller
-    tiles; the latter not with dropout, whose masks depend on the tiles.
-    """
-    lend = find_source(options.memory)
-    if lend is None:
-        return attend(options, Workspace())
-    smaller = () if options.dropout_p else (options.workspace_bytes // 8, options.workspace_bytes // 64)
-    for workspace_bytes in (options.workspace_bytes, options.workspace_bytes, *smaller):
-        try:
-            with lend(device) as workspace:
-                return attend(options._replace(workspace_bytes=max(1, workspace_bytes)), workspace)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
-        release_idle_memory()
-    tried = "after all idle buffers were freed"
-    if smaller:
-        tried += f" and tiles cut to {describe_bytes(workspace_bytes)}"
-    raise out_of_memory(failure, device, tried) from failure
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Keeps autocast, which acts on what the caller passes in, from lowering the precision inside."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
-
-
-def autocasts(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
@@ -187,60 +135,7 @@ def _short(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"
 
 
-def _inputs(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    workspace: Workspace,
-) -> engine.Inputs:
-    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
-    kernel = choose_kernel(request, options.kernel)
-    drawn = 0 if seed is None else int(seed.item())
-    return engine.Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, kernel, workspace)
-
-
-@dilated_attention_op.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    b, n, h, _d = q.shape
-    out = q.new_empty(q.shape)
-    return out, q.new_empty((b, h, n), dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@dilated_attention_backward_op.register_fake
-def _(
-    _grad_out: Tensor,
-    _grad_lse: Tensor | None,
-    _out: Tensor,
-    _lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, key_mask, cu_seqlens, seed, *options = inputs
-    ctx.save_for_backward(q, k, v, key_mask, cu_seqlens, seed, *output)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, key_mask, cu_seqlens, seed, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * (6 + len(ctx.options))
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors = (grad_out, grad_lse, out, lse, q, k, v, key_mask, cu_seqlens, seed)
-    dq, dk, dv = dilated_attention_backward_op(*tensors, *ctx.options)
-    return dq, dk, dv, *(None,) * (3 + len(ctx.options))
-
-
-dilated_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+register_attention(dilated_attention_op, dilated_attention_backward_op, num_tensors=6)
 
 
 def _flops(

@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import gate, run
 from dilated_attention_pytorch.bench.cases import SUITES, Config, TimeCase
 from dilated_attention_pytorch.bench.child import Measured
 from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.wrong_answers import WRONG, perturbed
 
 CONFIG = Config(4, 8, (16, 40, 64), (1, 2, 4))
 CASE = TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=True, repeats=1)
-
-
-def perturbed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    right = functional.dilated_attention
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        out, lse = right(*args, **{**kwargs, "return_lse": True})
-        out, lse = change(out, lse)
-        return (out, lse) if kwargs.get("return_lse") else out
-
-    return wrong
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 1.001
-
-
-def spoil_one_row(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out = out.clone()
-    out[:, -1] += 1e-3
-    return out, lse
-
-
-WRONG = {
-    "all of out": lambda out, lse: (out * 1.001, lse),
-    "one row of out": spoil_one_row,
-    "lse": lambda out, lse: (out, lse + 1e-3),
-    "gradients": lambda out, lse: (_ScaledGradient.apply(out), lse),
-    "nan": lambda out, lse: (out * float("nan"), lse),
-}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -64,7 +26,7 @@ def test_right_answers_pass(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_are_not_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "dilated_attention", perturbed(WRONG[name]))
+    monkeypatch.setattr(functional, "dilated_attention", perturbed(functional.dilated_attention, WRONG[name]))
     monkeypatch.setattr(run, "interleave", lambda *_, **__: pytest.fail("a wrong answer was timed"))
     with pytest.raises(gate.WrongAnswerError, match="tiny: the result is off by"):
         run.run_case(CASE)

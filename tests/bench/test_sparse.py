@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dilated_attention_pytorch import BlockPattern, block_sparse
 from dilated_attention_pytorch.bench import child, measure, run, sparse_candidates, sparse_gate
@@ -28,6 +25,7 @@ from dilated_attention_pytorch.bench.sparse_cases import (
     SparseTimeCase,
 )
 from dilated_attention_pytorch.bench.tables import to_markdown
+from support.wrong_answers import WRONG, perturbed, spoil_last_row
 
 CONFIG = SparseConfig(2, 8, 8, "dilated_sparse", 0.3, (16, 64), (1, 2))
 ENTRIES = (SparseEntry("dilated_sparse", 0.3, 2.0), SparseEntry("random", 0.2, 1.5))
@@ -76,40 +74,6 @@ def test_sizes_and_targets_are_the_documented_ones() -> None:
     assert (ring.module, ring.base, ring.target) == (RING, BASE, 1.05)
 
 
-def perturbed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    right = block_sparse.block_sparse_attention
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        return change(*right(*args, **{**kwargs, "return_lse": True}))
-
-    return wrong
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 1.001
-
-
-def spoil_last_row(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out = out.clone()
-    out[:, -1] += 1e-3
-    return out, lse
-
-
-WRONG = {
-    "all of out": lambda out, lse: (out * 1.001, lse),
-    "one row of out": spoil_last_row,
-    "lse": lambda out, lse: (out, lse + 1e-3),
-    "gradients": lambda out, lse: (_ScaledGradient.apply(out), lse),
-    "nan": lambda out, lse: (out * float("nan"), lse),
-}
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_right_answers_pass(is_causal: bool) -> None:
     case = replace(CASE, config=replace(CONFIG, is_causal=is_causal))
@@ -118,7 +82,9 @@ def test_right_answers_pass(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_are_not_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_sparse, "block_sparse_attention", perturbed(WRONG[name]))
+    monkeypatch.setattr(
+        block_sparse, "block_sparse_attention", perturbed(block_sparse.block_sparse_attention, WRONG[name])
+    )
     monkeypatch.setattr(run, "interleave", lambda *_, **__: pytest.fail("a wrong answer was timed"))
     with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
         run.run_case(CASE)
@@ -126,7 +92,9 @@ def test_wrong_answers_are_not_timed(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_error_at_full_length_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_gate, "reduced_sparse_error", lambda *_, **__: 0.0)
-    monkeypatch.setattr(block_sparse, "block_sparse_attention", perturbed(spoil_last_row))
+    monkeypatch.setattr(
+        block_sparse, "block_sparse_attention", perturbed(block_sparse.block_sparse_attention, spoil_last_row)
+    )
     with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
         sparse_gate.check_sparse_case(CASE, patterns_of(CASE))
 

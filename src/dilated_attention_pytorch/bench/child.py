@@ -23,7 +23,7 @@ from .gate import make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 from .sparse_candidates import make_module, make_pattern
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseConfig, SparseMemoryCase
-from .sparse_gate import SparseResults, make_sparse_call, run_sparse_call, sparse_rows_error
+from .sparse_gate import make_sparse_call, run_sparse_call, sparse_rows_error
 
 WARMUP_LENGTH = 1024
 WARMUP_BLOCKS = 4
@@ -130,16 +130,14 @@ def measure_sparse_memory(case: SparseMemoryCase) -> Measured:
     results = run_sparse_call(call)
     seconds = time.perf_counter() - start
     peak = read_status("VmHWM")
-    assert results.lse is not None
     nbytes = {
         "peak_extra": peak - before,
         "results": results.out.nbytes + results.lse.nbytes,
         "pattern": pattern.nbytes,
         "build_peak_extra": build_peak,
     }
-    return Measured(
-        sparse_rows_error(call, results), nbytes, {"build": (build_seconds,), "attention": (seconds,)}
-    )
+    error = sparse_rows_error(call, results.out, results.lse)
+    return Measured(error, nbytes, {"build": (build_seconds,), "attention": (seconds,)})
 
 
 def measure_module(case: ModuleMemoryCase, name: str) -> Measured:
@@ -155,7 +153,7 @@ def measure_module(case: ModuleMemoryCase, name: str) -> Measured:
         seconds = time.perf_counter() - start
     peak = read_status("VmHWM")
     nbytes = {"peak_extra": peak - before, "results": out.nbytes}
-    return Measured(sparse_rows_error(call, SparseResults(out, None)), nbytes, {"attention": (seconds,)})
+    return Measured(sparse_rows_error(call, out, None), nbytes, {"attention": (seconds,)})
 
 
 def measure_build(case: PatternCase, repeats: int) -> Measured:

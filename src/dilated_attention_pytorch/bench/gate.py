@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,11 +128,17 @@ def reduced_error(config: Config, n: int, *, backward: bool) -> float:
 
     q, k, v = exact = [x.double().requires_grad_(backward) for x in (call.q, call.k, call.v)]
     branches = (config.segment_lengths, config.dilation_rates)
-    expected = dilated_attention_reference(q, k, v, *branches, is_causal=config.is_causal, return_lse=True)
-    out, lse = expected
+    out, lse = dilated_attention_reference(q, k, v, *branches, is_causal=config.is_causal, return_lse=True)
+    return results_error(results, out, lse, exact, call.grad_out)
+
+
+def results_error(
+    results: Results, out: Tensor, lse: Tensor, leaves: Sequence[Tensor], grad_out: Tensor | None
+) -> float:
+    """Error against the reference's out and lse, and the gradients of its leaves if there is a `grad_out`."""
     errors = [largest_error(results.out, out), largest_error(results.lse, lse)]
-    if call.grad_out is not None:
-        gradients = torch.autograd.grad(out, exact, call.grad_out.double())
+    if grad_out is not None:
+        gradients = torch.autograd.grad(out, leaves, grad_out.double())
         errors += [largest_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
     return max(errors)
 
@@ -177,12 +184,16 @@ def _reach(config: Config, n: int, t: int) -> tuple[int, int]:
 
 
 def _choose_rows(config: Config, b: int, n: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """The ends of the sequence, both sides of a segment boundary, and positions by chance."""
     draw = random.Random(seed)
-    boundary = config.segment_lengths[0] * (n // config.segment_lengths[0] // 2)
+    return tuple((draw.randrange(b), t) for t in choose_places(config.segment_lengths[0], n, draw))
+
+
+def choose_places(period: int, n: int, draw: random.Random) -> list[int]:
+    """The ends of the sequence, both sides of a boundary in its middle, and positions by chance."""
+    boundary = period * (n // period // 2)
     places = {0, n - 1, max(0, boundary - 1), boundary % n}
     places |= {draw.randrange(n) for _ in range(ROWS_PER_CALL - len(places))}
-    return tuple((draw.randrange(b), t) for t in sorted(places))
+    return sorted(places)
 
 
 def _longest(case: DilatedCase) -> int:

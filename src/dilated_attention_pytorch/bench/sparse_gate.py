@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..plan import BlockPattern
 from ..reference import block_sparse_attention_reference
-from .gate import ROWS_PER_CALL, WrongAnswerError, accept, largest_error
+from .gate import Results, WrongAnswerError, accept, choose_places, largest_error, results_error
 from .sparse_candidates import attend_sparse, entry_config, make_pattern
 from .sparse_cases import PatternCase, SparseCase, SparseConfig, SparseTimeCase
 
@@ -42,15 +42,6 @@ class SparseCall:
     rows: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SparseResults:
-    """`lse` is None where a module does not return it."""
-
-    out: Tensor
-    lse: Tensor | None
-    gradients: tuple[Tensor, ...] = ()
-
-
 def make_sparse_call(
     config: SparseConfig, n: int, pattern: BlockPattern, *, backward: bool = False
 ) -> SparseCall:
@@ -58,7 +49,7 @@ def make_sparse_call(
     generator = torch.Generator().manual_seed(0)
     shape, dtype = (1, n, config.h, config.d), getattr(torch, config.dtype)
     q, k, v = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
-    rows = _choose_rows(config.block_size, n)
+    rows = tuple(choose_places(config.block_size, n, random.Random(0)))
     grad_out = None
     if backward:
         grad_out = torch.zeros(shape, dtype=dtype)
@@ -67,14 +58,14 @@ def make_sparse_call(
     return SparseCall(config, pattern, q, k, v, grad_out, rows)
 
 
-def run_sparse_call(call: SparseCall) -> SparseResults:
+def run_sparse_call(call: SparseCall) -> Results:
     """One call of the library, with gradients when the call holds a `grad_out`."""
     if call.grad_out is None:
-        return SparseResults(*attend_sparse(call.config, call.q, call.k, call.v, call.pattern))
+        return Results(*attend_sparse(call.config, call.q, call.k, call.v, call.pattern))
     q, k, v = leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
     out, lse = attend_sparse(call.config, q, k, v, call.pattern)
     gradients = torch.autograd.grad(out, leaves, call.grad_out)
-    return SparseResults(out.detach(), lse.detach(), gradients)
+    return Results(out.detach(), lse.detach(), gradients)
 
 
 def check_sparse_case(case: SparseCase, patterns: dict[str, BlockPattern]) -> float:
@@ -89,7 +80,8 @@ def check_sparse_case(case: SparseCase, patterns: dict[str, BlockPattern]) -> fl
             check_density(f"{case.name}, {entry.name}", config, len(pattern), pattern.columns.numel(), case.n)
             errors.append(reduced_sparse_error(config, case.n, backward=case.backward))
             call = make_sparse_call(config, case.n, pattern, backward=case.backward)
-            errors.append(sparse_rows_error(call, run_sparse_call(call)))
+            results = run_sparse_call(call)
+            errors.append(sparse_rows_error(call, results.out, results.lse, results.gradients))
     else:
         errors.append(reduced_sparse_error(case.config, case.n, backward=not isinstance(case, PatternCase)))
     return accept_sparse(case, max(errors))
@@ -130,17 +122,17 @@ def reduced_sparse_error(config: SparseConfig, n: int, *, backward: bool) -> flo
     out, lse = block_sparse_attention_reference(
         q, k, v, call.pattern.to_dense(), is_causal=config.is_causal, return_lse=True
     )
-    assert results.lse is not None
-    errors = [largest_error(results.out, out), largest_error(results.lse, lse)]
-    if call.grad_out is not None:
-        gradients = torch.autograd.grad(out, exact, call.grad_out.double())
-        errors += [largest_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
-    return max(errors)
+    return results_error(results, out, lse, exact, call.grad_out)
 
 
-def sparse_rows_error(call: SparseCall, results: SparseResults) -> float:
-    """Error of the chosen rows, and of all gradients if there are any, against the definition in float64."""
-    expected = [torch.zeros_like(x, dtype=torch.float64) for x in results.gradients]
+def sparse_rows_error(
+    call: SparseCall, out: Tensor, lse: Tensor | None, gradients: tuple[Tensor, ...] = ()
+) -> float:
+    """Error of the chosen rows, and of all gradients if there are any, against the definition in float64.
+
+    `lse` is None where a module does not return it.
+    """
+    expected = [torch.zeros_like(x, dtype=torch.float64) for x in gradients]
     errors = []
     for t in call.rows:
         for head in range(call.config.h):
@@ -148,16 +140,16 @@ def sparse_rows_error(call: SparseCall, results: SparseResults) -> float:
             leaves = [call.q[0, t, head], call.k[0, keys, head], call.v[0, keys, head]]
             q, k, v = leaves = [x.double().requires_grad_() for x in leaves]
             scores = k @ q / math.sqrt(call.config.d)
-            out = scores.softmax(0) @ v
-            errors.append(largest_error(results.out[0, t, head], out))
-            if results.lse is not None:
-                errors.append(largest_error(results.lse[0, head, t], scores.logsumexp(0)))
+            row = scores.softmax(0) @ v
+            errors.append(largest_error(out[0, t, head], row))
+            if lse is not None:
+                errors.append(largest_error(lse[0, head, t], scores.logsumexp(0)))
             if call.grad_out is not None:
-                dq, dk, dv = torch.autograd.grad(out, leaves, call.grad_out[0, t, head].double())
+                dq, dk, dv = torch.autograd.grad(row, leaves, call.grad_out[0, t, head].double())
                 expected[0][0, t, head] += dq
                 expected[1][0, keys, head] += dk
                 expected[2][0, keys, head] += dv
-    errors += [largest_error(*pair) for pair in zip(results.gradients, expected, strict=True)]
+    errors += [largest_error(*pair) for pair in zip(gradients, expected, strict=True)]
     return max(errors)
 
 
@@ -168,12 +160,3 @@ def visible_keys(pattern: BlockPattern, head: int, t: int) -> Tensor:
     inside = torch.arange(pattern.block_size)
     keys = (pattern.columns[first:last].long()[:, None] * pattern.block_size + inside).flatten()
     return keys[keys < (t + 1 if pattern.is_causal else pattern.n)]
-
-
-def _choose_rows(block_size: int, n: int) -> tuple[int, ...]:
-    """The ends of the sequence, both sides of a block boundary, and positions by chance."""
-    draw = random.Random(0)
-    boundary = block_size * (n // block_size // 2)
-    places = {0, n - 1, max(0, boundary - 1), boundary % n}
-    places |= {draw.randrange(n) for _ in range(ROWS_PER_CALL - len(places))}
-    return tuple(sorted(places))

@@ -83,19 +83,9 @@ class DilatedAttention(AttentionSkin):
             dtype=dtype,
         )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
-        """query (b, n, h, d), key and value (b, n, h_kv, d) -> (b, n, h, d).
-
-        `attention_mask` is (b, n) bool, True where a key may be attended.
-        """
-        self._check_declared(query)
         spec = self.spec
         return dilated_attention(
             query,
@@ -106,7 +96,7 @@ class DilatedAttention(AttentionSkin):
             is_causal=is_causal,
             scale=spec.scale,
             dropout_p=self._dropout_now,
-            key_mask=attention_mask,
+            key_mask=mask,
             head_mixing=spec.head_mixing,
             head_offsets=spec.head_offsets,
             tail=spec.tail,

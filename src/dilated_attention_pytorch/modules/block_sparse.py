@@ -75,21 +75,11 @@ class BlockSparseDilatedAttention(AttentionSkin):
 
     _pattern_cache = pattern_cache
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
-        """query (b, n, h, d), key and value (b, n, h_kv, d) -> (b, n, h, d).
-
-        `attention_mask` is (b, n) bool, True where a key may be attended.
-        """
-        self._check_declared(query)
-        prepared = self._prepare(query, key, is_causal, attention_mask)
-        return self._attend(prepared, value, is_causal, attention_mask, self._dropout_now)
+        prepared = self._prepare(query, key, is_causal, mask)
+        return self._attend_prepared(prepared, value, is_causal, mask, self._dropout_now)
 
     def get_pattern(self, n: int, num_heads: int, *, is_causal: bool = False) -> BlockPattern:
         """The pattern that a call of this length and number of heads uses."""
@@ -123,7 +113,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
                 columns = unit[:, start : start + width]
                 values = F.pad(columns, (0, width - columns.shape[1]))
                 values = values[None, :, None].expand(b, n, key.shape[2], width)
-                out = self._attend(prepared, values, is_causal, attention_mask, 0)
+                out = self._attend_prepared(prepared, values, is_causal, attention_mask, 0)
                 weights[:, :, start : start + width] = out.mean(2)[..., : columns.shape[1]]
         return weights
 
@@ -139,7 +129,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
             pattern = _content_pattern(self.sparse_config, query, key, is_causal, mask)
         return Prepared(query, key, pattern, self.spec.scale)
 
-    def _attend(
+    def _attend_prepared(
         self, prepared: Prepared, value: Tensor, is_causal: bool, mask: Tensor | None, dropout_p: float
     ) -> Tensor:
         d, wide = value.shape[-1], prepared.key.shape[-1]

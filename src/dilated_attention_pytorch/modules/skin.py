@@ -25,7 +25,7 @@ def one_dropout(attention_dropout: float, dropout: float | None) -> float:
 
 
 class AttentionSkin(nn.Module):
-    """Keeps the options of an attention call; a subclass gives `forward`. No maths, no parameters."""
+    """Keeps the options of an attention call; a subclass gives `_attend`. No maths, no parameters."""
 
     choice: Any = None  # of a factory: what it chose and why
     workspace_default: int | None = None
@@ -64,6 +64,26 @@ class AttentionSkin(nn.Module):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         self.dtype = dtype
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query (b, n, h, d), key and value (b, n, h_kv, d) -> (b, n, h, d).
+
+        `attention_mask` is (b, n) bool, True where a key may be attended.
+        """
+        self._check_declared(query)
+        return self._attend(query, key, value, is_causal, attention_mask)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
 
     @property
     def _dropout_now(self) -> float:
