@@ -14,6 +14,7 @@ from dilated_attention_pytorch import (
     BlockSparseDilatedAttention,
     BlockSparseMultiheadDilatedAttention,
     BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     SparsePatternConfig,
     block_sparse_attention,
     create_block_sparse_attention,
@@ -32,6 +33,7 @@ Q = torch.randn(1, 300, 4, 8)
         ("ring", BlockSparseRingDilatedAttention, "dilated_sparse"),
         ("hierarchical", BlockSparseDilatedAttention, "hierarchical"),
         ("adaptive", BlockSparseAdaptiveDilatedAttention, "adaptive"),
+        ("distributed", BlockSparseRingDilatedAttention, "dilated_sparse"),
     ],
 )
 def test_variants(variant: str, cls: type, kind: str) -> None:
@@ -49,6 +51,17 @@ def test_multihead_variant_by_name_and_by_embed_dim() -> None:
         assert type(module) is BlockSparseMultiheadDilatedAttention
         out, weights = module(torch.randn(2, 100, 32))
         assert (out.shape, weights) == ((2, 100, 32), None)
+
+
+def test_distributed_with_embed_dim_is_the_multihead_module_of_the_ring() -> None:
+    module: Any = create_block_sparse_attention(
+        "distributed", [128], [1], sparsity_ratio=0.3, block_size=32, embed_dim=32, num_heads=4, ring_size=8
+    )
+    assert type(module) is BlockSparseRingMultiheadDilatedAttention
+    assert module.attention.ring_size == 8
+    assert "BlockSparseRingMultiheadDilatedAttention(" in str(module.choice)
+    assert "- multihead: embed_dim is given" in str(module.choice)
+    assert module(torch.randn(2, 100, 32))[0].shape == (2, 100, 32)
 
 
 def test_auto_follows_the_pattern() -> None:
@@ -102,12 +115,8 @@ def test_kind_of_the_dilated_factory() -> None:
 
 
 def test_bad_arguments() -> None:
-    for variant, message in (
-        ("distributed", "variant 'distributed' is not available in this version; there are auto, base"),
-        ("fast", f"variant must be one of auto, {', '.join(VARIANTS)}, got 'fast'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            create_block_sparse_attention(variant)
+    with pytest.raises(ValueError, match=f"variant must be one of auto, {', '.join(VARIANTS)}, got 'fast'"):
+        create_block_sparse_attention("fast")
     for preset in ("books", ["local"]):
         with pytest.raises(ValueError, match="preset must be one of local, document, genome"):
             create_block_sparse_attention(preset=preset)  # type: ignore[arg-type]

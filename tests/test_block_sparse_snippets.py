@@ -1,4 +1,4 @@
-"""The python snippets of requirement document 002 that are about block-sparse attention run as printed."""
+"""The python snippets of requirement document 002 about sparse attention and its pools run as printed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from dilated_attention_pytorch.block_sparse_ring_dilated_attention import (
     PersistentPatternCache,
     SparsePatternConfig,
 )
+from dilated_attention_pytorch.core import MemoryPool
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
+from dilated_attention_pytorch.ring_dilated_attention_production import RingDilatedAttentionProduction
 from support.tolerances import assert_close
 
 PATTERN_CACHE = """
 self.pattern_cache = PersistentPatternCache(max_size=100)
+"""
+MEMORY_POOL = """
+self.memory_pool = MemoryPool(pool_size=10)  # Pre-allocated buffer pool
 """
 BASE_CONFIGURATION = """{
     "segment_lengths": [2048],
@@ -43,7 +48,7 @@ model = create_block_sparse_attention(
     sparsity_ratio=0.01,     # 99% sparse
 )
 """
-NAMES = {"SparsePatternConfig": SparsePatternConfig, "PersistentPatternCache": PersistentPatternCache}
+NAMES = {each.__name__: each for each in (SparsePatternConfig, PersistentPatternCache, MemoryPool)}
 
 
 def check(module: Any, n: int) -> None:
@@ -63,6 +68,16 @@ def test_pattern_cache() -> None:
     module = SimpleNamespace()
     exec(PATTERN_CACHE, {**NAMES, "self": module})
     assert module.pattern_cache.get_stats()["max_size"] == 100
+
+
+def test_memory_pool() -> None:
+    module = SimpleNamespace()
+    exec(MEMORY_POOL, {**NAMES, "self": module})
+    pool = module.memory_pool
+    for buffer in [pool.allocate((64,)) for _ in range(20)]:
+        pool.deallocate(buffer)
+    assert pool.get_stats()["cached_buffers"] == 10
+    assert RingDilatedAttentionProduction().memory_pool.pool_size == 10
 
 
 def test_base_configuration() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedDilatedAttentionV2,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
     choose_dilated_attention,
     create_dilated_attention,
     factory,
 )
 from dilated_attention_pytorch.core.host_memory import Memory
+from dilated_attention_pytorch.modules import ring as ring_module
 
 SHORT, LONG = [256, 512], [2048, 4096]
 RATES = [1, 2]
@@ -34,6 +38,8 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("standard", DilatedAttention),
         ("improved", ImprovedDilatedAttention),
         ("improved_v2", ImprovedDilatedAttentionV2),
+        ("ring", RingDilatedAttentionV2),
+        ("distributed", RingDilatedAttentionProduction),
     ],
 )
 def test_kinds_compute_the_same(kind: str, cls: type, plenty: None) -> None:
@@ -51,7 +57,26 @@ def test_auto_goes_by_the_length(plenty: None) -> None:
     assert type(create_dilated_attention("auto", LONG, RATES, seq_len=4095)) is DilatedAttention
 
 
-@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "improved_v2"])
+def test_ring_kinds_take_their_options(plenty: None) -> None:
+    ring: Any = create_dilated_attention("ring", SHORT, RATES, ring_size=8, strategy="ring")
+    assert (ring.ring_size, ring.strategy) == (8, "ring")
+    distributed: Any = create_dilated_attention(
+        "distributed", LONG, RATES, ring_size=8, mixed_precision=True, memory_pool_size=3
+    )
+    assert (distributed.ring_size, distributed.memory_pool.pool_size) == (8, 3)
+    assert distributed.config.mixed_precision
+    with pytest.raises(ValueError, match="the memory of this module is pooled"):
+        create_dilated_attention("distributed", LONG, RATES, enable_memory_pool=False)
+
+
+def test_auto_is_local_also_with_several_processes(plenty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data-parallel run has a sequence in each process."""
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 4)
+    assert type(create_dilated_attention("auto", SHORT, RATES)) is DilatedAttention
+    assert type(create_dilated_attention("auto", LONG, RATES)) is ImprovedDilatedAttention
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "improved_v2", "ring"])
 def test_the_pool_turns_itself_on_for_long_segments(kind: str, plenty: None) -> None:
     assert not create_dilated_attention(kind, SHORT, RATES).enable_memory_pool
     assert create_dilated_attention(kind, LONG, RATES).enable_memory_pool
@@ -95,15 +120,8 @@ def test_made_modules_copy_and_pickle(plenty: None) -> None:
 
 
 def test_bad_arguments() -> None:
-    for kind in ("ring", "distributed"):
-        with pytest.raises(
-            ValueError, match=f"kind '{kind}' is not available in this version; there are auto"
-        ):
-            create_dilated_attention(kind, SHORT, RATES)
-    with pytest.raises(
-        ValueError,
-        match="kind must be one of auto, standard, improved, improved_v2, block_sparse, got 'fast'",
-    ):
+    kinds = "auto, standard, improved, improved_v2, ring, block_sparse, distributed"
+    with pytest.raises(ValueError, match=f"kind must be one of {kinds}, got 'fast'"):
         create_dilated_attention("fast", SHORT, RATES)
     with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):
         create_dilated_attention("auto", SHORT, RATES, seq_len=0)

@@ -20,6 +20,9 @@ DOORS = {
     "improved_dilated_attention_v2",
     "block_sparse_factory",
     "block_sparse_ring_dilated_attention",
+    "ring_dilated_attention_production",
+    "ring_dilated_attention_v2",
+    "ring_dilated_attention_v3",
 }
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [

@@ -1,18 +1,25 @@
-"""Every python snippet of the requirement documents 000, 001 and 004 runs, and its figures move."""
+"""Every python snippet of the requirement documents 000, 001, 003 and 004 runs, and its figures move."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedDilatedAttentionV2,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    create_dilated_attention,
+    factory,
+)
 from dilated_attention_pytorch.core import (
     AttentionBufferManager,
     BufferType,
@@ -171,6 +178,23 @@ print(f"Pattern cache enabled: {model.use_pattern_cache}")
 print(f"Memory pool enabled: {model.enable_memory_pool}")
 print(f"Cache size: {len(model._pattern_cache._cache)}")
 """,
+    "003 configuration": """
+# Optimal configuration for long sequences
+attention = create_dilated_attention(
+    "improved",
+    segment_lengths=[16384, 32768, 65536],
+    dilation_rates=[1, 2, 4],
+    # Auto-enables memory pool for sequences >= 4096
+)
+
+# For extreme sequences
+attention = create_dilated_attention(
+    "ring",
+    segment_lengths=[32768, 65536, 131072],
+    dilation_rates=[1, 2, 4],
+    ring_size=8,  # Distribute across ring
+)
+""",
     "004 basic": """
 from dilated_attention_pytorch.core.attention_buffer_manager import (
     create_attention_buffer_manager,
@@ -270,12 +294,12 @@ manager.clear_cache()  # Clear all
 manager.clear_cache(BufferType.TEMP)  # Clear specific type
 """,
 }
-# The documents' snippets that need the ring, by the class they name. "001 profiling" names one too, but is
-# about statistics: it runs with ImprovedDilatedAttention under that name.
-LEFT_OUT = {
-    "001 ring_cache": "RingDilatedAttentionV2",
-    "001 ring_lightweight": "RingDilatedAttentionV2",
-    "001 ring_combined": "RingDilatedAttentionV3",
+# The classes that the documents' snippets about the ring name.
+RINGS: dict[str, type[RingDilatedAttentionV2]] = {
+    "001 ring_cache": RingDilatedAttentionV2,
+    "001 ring_lightweight": RingDilatedAttentionV2,
+    "001 ring_combined": RingDilatedAttentionV3,
+    "001 profiling": RingDilatedAttentionV3,
 }
 ENVIRONMENT = """
 # Set maximum cache size (default: 1000 patterns)
@@ -293,6 +317,8 @@ DIALECT = {
 @pytest.fixture(autouse=True)
 def _alone_on_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
+    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(8 * 2**30, 16 * 2**30))
+    monkeypatch.setattr(get_global_pattern_cache(), "cache_on_gpu", False)
     for name in ("PATTERN_CACHE_MAX_SIZE", "PATTERN_CACHE_ENABLE_PROFILING"):
         monkeypatch.delenv(name, raising=False)
     logger = logging.getLogger("dilated_attention_pytorch")
@@ -315,8 +341,11 @@ def names() -> dict[str, Any]:
     imported = (
         ImprovedDilatedAttention,
         ImprovedDilatedAttentionV2,
+        RingDilatedAttentionV2,
+        RingDilatedAttentionV3,
         BufferType,
         create_attention_buffer_manager,
+        create_dilated_attention,
     )
     known = {each.__name__: each for each in imported}
     return {"torch": torch, "nn": nn, **known, **tensors, **sizes}
@@ -334,31 +363,51 @@ def attend(model: nn.Module, namespace: dict[str, Any]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", [name for name in SNIPPETS if name not in LEFT_OUT])
+@pytest.mark.parametrize("name", SNIPPETS)
 def test_runs_as_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     attention = ImprovedDilatedAttentionV2([256, 512], [1, 2], enable_memory_pool=True)
-    own = {
-        "attention": attention,
-        "model": attention,
-        "manager": attention.buffer_manager,
-        "RingDilatedAttentionV3": ImprovedDilatedAttention,
-    }
+    own = {"attention": attention, "model": attention, "manager": attention.buffer_manager}
     run(SNIPPETS[name], {**names(), **own})
     assert len(capsys.readouterr().out.splitlines()) == SNIPPETS[name].count("print(")
 
 
-def test_only_what_needs_the_ring_is_left_out() -> None:
+def test_no_snippet_is_left_out() -> None:
     named = {name: found[0] for name, text in SNIPPETS.items() if (found := re.findall(r"Ring\w+V\d", text))}
-    assert named.pop("001 profiling") == "RingDilatedAttentionV3"
-    assert named == LEFT_OUT
-    assert [sum(name.startswith(document) for name in SNIPPETS) for document in ("000", "001", "004")] == [
-        4,
-        11,
-        7,
-    ]
-    for version in ("v2", "v3"):
-        there = find_spec(f"dilated_attention_pytorch.ring_dilated_attention_{version}")
-        assert there is None, "the ring exists: its snippets can run"
+    assert named == {name: cls.__name__ for name, cls in RINGS.items()}
+    documents = ("000", "001", "003", "004")
+    assert [sum(name.startswith(document) for name in SNIPPETS) for document in documents] == [4, 11, 1, 7]
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_guide_ring(name: str) -> None:
+    found = run(SNIPPETS[name].partition("# After running some forward passes")[0], names())
+    model = found["model"]
+    assert type(model) is RINGS[name]
+    plain = DilatedAttention(model.spec.segment_lengths, model.spec.dilation_rates)
+    for _ in range(2):
+        torch.testing.assert_close(attend(model, found), attend(plain, found), rtol=2e-5, atol=2e-5)
+    assert model.use_pattern_cache
+    assert model._pattern_cache.get_stats()["hits"] > 0
+    assert model.enable_memory_pool == (name != "001 ring_cache")
+    assert model.lightweight_pool == (name == "001 ring_lightweight")
+    if model.enable_memory_pool:
+        assert model._memory_pool.get_stats()["reuse_count"] > 0
+    if isinstance(model, RingDilatedAttentionV3):
+        assert model.cache_on_gpu
+        assert get_global_pattern_cache().cache_on_gpu
+
+
+def test_report_extreme_sequences() -> None:
+    long, _, extreme = SNIPPETS["003 configuration"].partition("# For extreme sequences")
+    attention = run(long, names())["attention"]
+    assert type(attention) is ImprovedDilatedAttention
+    assert attention.enable_memory_pool
+    found = run(extreme, names())
+    attention = found["attention"]
+    assert type(attention) is RingDilatedAttentionV2
+    assert (attention.ring_size, attention.enable_memory_pool) == (8, True)
+    plain = DilatedAttention([32768, 65536, 131072], [1, 2, 4])
+    torch.testing.assert_close(attend(attention, found), attend(plain, found), rtol=2e-5, atol=2e-5)
 
 
 def test_report_lightweight_pool() -> None:
@@ -458,10 +507,10 @@ def test_guide_adding_support() -> None:
     assert (pool.get_stats()["allocation_count"], pool.get_stats()["reuse_count"]) == (2, 1)
 
 
-@pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttention])
+@pytest.mark.parametrize("cls", [RingDilatedAttentionV3, DilatedAttention, ImprovedDilatedAttention])
 def test_guide_profiling(cls: type[DilatedAttention], capsys: pytest.CaptureFixture[str]) -> None:
     head, passes, tail = SNIPPETS["001 profiling"].partition("# After running some forward passes")
-    found = run(head, {**names(), "RingDilatedAttentionV3": cls})  # in place of the ring
+    found = run(head, {**names(), "RingDilatedAttentionV3": cls})
     for _ in range(4):
         attend(found["model"], found)
     run(passes + tail, found)
@@ -474,9 +523,9 @@ def test_guide_profiling(cls: type[DilatedAttention], capsys: pytest.CaptureFixt
     assert reuse == f"Memory reuse rate: {found['pool_stats']['reuse_rate']:.1%}"
 
 
-@pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttention])
+@pytest.mark.parametrize("cls", [RingDilatedAttentionV3, DilatedAttention, ImprovedDilatedAttention])
 def test_guide_debugging(cls: type[DilatedAttention], capsys: pytest.CaptureFixture[str]) -> None:
-    found = {**names(), "model": cls([256, 512], [1, 2], enable_memory_pool=True)}  # in place of the ring
+    found = {**names(), "model": cls([256, 512], [1, 2], enable_memory_pool=True)}
     for size in (0, 1):
         run(SNIPPETS["001 debugging"], found)
         assert capsys.readouterr().out.splitlines() == [

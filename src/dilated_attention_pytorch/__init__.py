@@ -22,6 +22,11 @@ with warnings.catch_warnings():
         ImprovedDilatedAttentionV2,
         ImprovedMultiheadDilatedAttention,
         MultiheadDilatedAttention,
+        RingAttentionConfig,
+        RingDilatedAttentionProduction,
+        RingDilatedAttentionV2,
+        RingDilatedAttentionV3,
+        RingMultiheadDilatedAttention,
     )
     from .plan import BlockPattern
     from .sparse_spec import SparsePatternConfig
@@ -41,6 +46,11 @@ __all__ = [
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
     "PersistentPatternCache",
+    "RingAttentionConfig",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
     "SparsePatternConfig",
     "attention_rows",
     "block_sparse_attention",

@@ -12,7 +12,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from .core.host_memory import describe_bytes, is_out_of_memory
 from .core.relief import out_of_memory, release_idle_memory
-from .core.sources import find_source
+from .core.sources import find_source, retries
 from .core.workspace import Workspace
 from .engine import Inputs
 from .kernels import Request, choose_kernel
@@ -46,6 +46,9 @@ def with_memory(options: _O, device: torch.device, attend: Callable[[_O, Workspa
     lend = find_source(options.memory)
     if lend is None:
         return attend(options, Workspace())
+    if not retries(options.memory):
+        with lend(device) as workspace:
+            return attend(options, workspace)
     smaller = () if options.dropout_p else (options.workspace_bytes // 8, options.workspace_bytes // 64)
     for workspace_bytes in (options.workspace_bytes, options.workspace_bytes, *smaller):
         try:

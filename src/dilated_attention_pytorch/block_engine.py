@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine import Inputs
+from .flat_rows import FlatRows
 from .kernels import How
 from .merge import merge_
 from .plan.block_sparse import BlockPlan, Lane, Panel, Tile
@@ -111,14 +112,14 @@ class _Rows:
 class _Keys:
     """Keys and values as rows of d features, to gather by number."""
 
-    k: _FlatRows
-    v: _FlatRows
+    k: FlatRows
+    v: FlatRows
     inputs: Inputs
     block_size: int
 
     @classmethod
     def of(cls, plan: BlockPlan, inputs: Inputs) -> _Keys:
-        return cls(_FlatRows.of(inputs.k), _FlatRows.of(inputs.v), inputs, plan.pattern.block_size)
+        return cls(FlatRows.of(inputs.k), FlatRows.of(inputs.v), inputs, plan.pattern.block_size)
 
     def gather(self, panel: Panel, tile: Tile, number: int) -> tuple[Tensor, Tensor, How]:
         """k and v (key heads x rows, 1, keys, d) of a tile, and how to attend them."""
@@ -126,10 +127,10 @@ class _Keys:
         within = torch.arange(self.block_size, device=device)
         tokens = tile.columns.to(device).mul(self.block_size).unsqueeze(-1) + within
         tokens = tokens.flatten(1)[:, : tile.k_len]
-        index = self.k.index(panel, tokens)
+        index = _row_numbers(self.k, panel, tokens)
         k = self.k.gather("key", index, inputs)
         v = self.v.gather(
-            "value", index if self.v.same_steps(self.k) else self.v.index(panel, tokens), inputs
+            "value", index if self.v.same_steps(self.k) else _row_numbers(self.v, panel, tokens), inputs
         )
         mask = None
         if inputs.key_mask is not None:
@@ -138,49 +139,14 @@ class _Keys:
         return inputs.how(k.view(shape), v.view(shape), mask, panel.index * 2**16 + number, tile.is_causal)
 
 
-@dataclass(frozen=True)
-class _FlatRows:
-    """A tensor (b, n, heads, d) as rows of d features, and the steps between them."""
-
-    rows: Tensor
-    batch: int
-    time: int
-    head: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> _FlatRows:
-        d, axes = x.shape[-1], list(zip(x.shape[:3], x.stride(), strict=False))
-        if x.stride(-1) != 1 or any(step % d for size, step in axes if size > 1):
-            x = x.contiguous()
-            axes = list(zip(x.shape[:3], x.stride(), strict=False))
-        steps = [step // d if size > 1 else 0 for size, step in axes]  # an axis of length 1 may have any step
-        if not x.numel():
-            return cls(x.reshape(0, d), *steps)
-        count = 1 + sum((size - 1) * step for (size, _), step in zip(axes, steps, strict=True))
-        return cls(x.as_strided((count, d), (d, 1)), *steps)
-
-    def same_steps(self, other: _FlatRows) -> bool:
-        return (self.batch, self.time, self.head) == (other.batch, other.time, other.head)
-
-    def index(self, panel: Panel, tokens: Tensor) -> Tensor:
-        """The numbers of the rows of `tokens` (rows, keys) for each of the panel's key heads, in one line."""
-        index = tokens * self.time if self.time != 1 else tokens
-        start = panel.batch * self.batch + panel.kv * self.head
-        if panel.num_kv == 1:
-            return (index + start if start else index).flatten()
-        heads = torch.arange(panel.num_kv, device=tokens.device) * self.head + start
-        return (index + heads[:, None, None]).flatten()
-
-    def gather(self, slot: str, index: Tensor, inputs: Inputs) -> Tensor:
-        """The rows of the given numbers, in the dtype of tiles."""
-        shape, dtype, device = (index.numel(), self.rows.shape[1]), self.rows.dtype, self.rows.device
-        # In their own dtype first: index_select converts nothing.
-        name = slot if dtype == inputs.tile_dtype else f"{slot}_{dtype}"
-        gathered = inputs.workspace.take(name, shape, dtype, device)
-        torch.index_select(self.rows, 0, index, out=gathered)
-        if dtype == inputs.tile_dtype:
-            return gathered
-        return inputs.workspace.take(slot, shape, inputs.tile_dtype, device).copy_(gathered)
+def _row_numbers(rows: FlatRows, panel: Panel, tokens: Tensor) -> Tensor:
+    """The numbers of the rows of `tokens` (rows, keys) for each of the panel's key heads, in one line."""
+    index = tokens * rows.time if rows.time != 1 else tokens
+    start = panel.batch * rows.batch + panel.kv * rows.head
+    if panel.num_kv == 1:
+        return (index + start if start else index).flatten()
+    heads = torch.arange(panel.num_kv, device=tokens.device) * rows.head + start
+    return (index + heads[:, None, None]).flatten()
 
 
 class _KeySums:

@@ -14,6 +14,7 @@ from .modules import (
     BlockSparseDilatedAttention,
     BlockSparseMultiheadDilatedAttention,
     BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
 )
 from .plan import BlockPattern
 from .sparse_spec import SparsePatternConfig
@@ -25,8 +26,8 @@ VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
     "hierarchical": BlockSparseDilatedAttention,
     "adaptive": BlockSparseAdaptiveDilatedAttention,
     "multihead": BlockSparseMultiheadDilatedAttention,
+    "distributed": BlockSparseRingDilatedAttention,  # with embed_dim its multihead module
 }
-LATER = ("distributed",)
 # What a variant's pattern must be; the other variants take any.
 _PATTERN_TYPES = {"hierarchical": "hierarchical", "adaptive": "adaptive"}
 PRESETS: Mapping[str, SparsePatternConfig] = {
@@ -50,23 +51,22 @@ def create_block_sparse_attention(
     preset: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A block-sparse attention module: "base", "ring", "hierarchical", "adaptive" or "multihead".
+    """A block-sparse module: "base", "ring", "hierarchical", "adaptive", "multihead" or "distributed".
 
     "auto" is "multihead" if `embed_dim` is among the options, "adaptive" or "hierarchical" if the pattern is
-    of that type, else "base". `module.choice` holds what was chosen and why; it is also logged.
+    of that type, else "base". "ring" takes (b, n, h, d) and shares its sequences with the processes of a
+    group; "distributed" does so, too, and with `embed_dim` it is the multihead module of that ring.
+    `module.choice` holds what was chosen and why; it is also logged.
 
     Args:
         segment_lengths, dilation_rates: the branches of "dilated_sparse" patterns.
         sparse_config: the whole pattern: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern`.
         preset: a pattern by name instead: "local", "document", "genome", "multiscale" or "extreme".
         sparsity_ratio, block_size, pattern_type: change single fields of the preset or the default config.
-        options: those of the variant's class, such as `embed_dim` and `num_heads` for "multihead".
+        options: those of the variant's class, such as `embed_dim` and `num_heads` for "multihead", or
+            `ring_size` and `group` for "ring".
     """
     known = ("auto", *VARIANTS)
-    if variant in LATER:
-        raise ValueError(
-            f"variant {variant!r} is not available in this version; there are {', '.join(known)}"
-        )
     if variant not in known:
         raise ValueError(f"variant must be one of {', '.join(known)}, got {variant!r}")
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
@@ -103,8 +103,12 @@ def create_block_sparse_attention(
         "sparse_config": config,
         **options,
     }
-    choice = Choice(variant, made, tuple(reasons), VARIANTS[variant].__name__)
+    make = VARIANTS[variant]
+    if variant == "distributed" and "embed_dim" in options:
+        make = BlockSparseRingMultiheadDilatedAttention
+        reasons.append("multihead: embed_dim is given")
+    choice = Choice(variant, made, tuple(reasons), make.__name__)
     LOGGER.info("%s", choice)
-    module = VARIANTS[variant](**made)
+    module = make(**made)
     module.choice = choice  # type: ignore[assignment]
     return module

@@ -33,19 +33,31 @@ def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
         raise TypeError(f"{name} has no forward-mode derivative, got a tensor with a tangent")
 
 
+def check_positive_int(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
 def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_cache: bool) -> None:
     """Validates how to run, as far as that can be known without tensors."""
     check_memory(memory)
     if not isinstance(use_pattern_cache, bool):
         raise TypeError(f"use_pattern_cache must be a bool, got {use_pattern_cache!r}")
     check_kernel_name(kernel)
-    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
-        raise ValueError(f"workspace_bytes must be a positive integer, got {workspace_bytes!r}")
+    check_positive_int("workspace_bytes", workspace_bytes)
     if workspace_bytes >= 2**62:
         raise ValueError(f"workspace_bytes must be below 2**62, got {workspace_bytes}")
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    least_length: int = 1,
+) -> None:
     """Validates the tensors of a call, all but the values of cu_seqlens."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -63,7 +75,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_se
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     b, n, h, d = q.shape
-    if n < 1 or h < 1 or d < 1:
+    if n < least_length or h < 1 or d < 1:
         raise ValueError(f"q must have at least one position, head and feature, got shape {tuple(q.shape)}")
     if k.shape != v.shape or k.shape[0] != b or k.shape[1] != n or k.shape[3] != d:
         raise ValueError(

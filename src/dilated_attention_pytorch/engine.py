@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,9 +49,11 @@ class Inputs:
         packed.view(view.shape).copy_(view)
         return packed
 
-    def pack_tile(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, How]:
+    def pack_tile(self, tile: Tile, piece: Piece | None = None) -> tuple[Tensor, Tensor, Tensor, How]:
         d = self.q.shape[-1]
         q = self.pack("query", tile.query_view(self.q), tile.q_shape(d))
+        if piece is not None:
+            return q, *self.how(*piece.gather(tile, self), tile.index, tile.is_causal)
         k = self.pack("key", tile.key_view(self.k), tile.k_shape(d))
         v = self.pack("value", tile.key_view(self.v), tile.k_shape(d))
         mask = None
@@ -75,7 +78,27 @@ class Inputs:
         return k, v, How(is_causal, self.scale, mask, dropout)
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+class Piece(Protocol):
+    """Keys that are not among the inputs, and the tiles in which the queries meet them."""
+
+    @property
+    def tiles(self) -> Iterable[Tile]: ...
+    def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k and v of a tile (B, H_kv, M, d) and their mask (B, H_kv, M), packed."""
+
+    def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the gradients of a tile's keys and values."""
+
+
+class Elsewhere(Protocol):
+    """Where keys come from that are not among the inputs, piece by piece for each panel."""
+
+    def pieces(self, panel: Panel) -> Iterator[Piece]: ...
+    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[Piece]:
+        """After a piece was attended its gradients leave; what others computed is added to `sums`."""
+
+
+def forward(plan: Plan, inputs: Inputs, elsewhere: Elsewhere | None = None) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
     q, dtype, workspace = inputs.q, inputs.accumulate_dtype, inputs.workspace
     out = workspace.result(q.shape, q.dtype, q.device)
@@ -89,33 +112,47 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
             origin = panel.origin
         if not plan.covered:
             block.zero_()
-        _attend(panel.tiles, inputs, target, origin, lse.transpose(1, 2), WHOLE)
+        rows = _Rows(target, origin, lse.transpose(1, 2), WHOLE)
+        _attend(panel.tiles, inputs, rows)
+        for piece in () if elsewhere is None else elsewhere.pieces(panel):
+            _attend(piece.tiles, inputs, rows, piece)
         if target is not out:
             panel.query_block(out).copy_(target)
     return out, lse
 
 
 def backward(
-    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    plan: Plan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     tensors = (inputs.q, inputs.k, inputs.v)
     dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
     for panel in plan.panels:
-        sums = _Gradients(dq, dk, dv)
+        sums = Gradients(dq, dk, dv)
         blocks = (panel.query_block(dq), panel.key_block(dk), panel.key_block(dv))
         if inputs.accumulate_dtype != inputs.q.dtype:
             slots = ("acc_dq", "acc_dk", "acc_dv")
             acc_dq, acc_dk, acc_dv = (
                 _accumulator(slot, block, inputs) for slot, block in zip(slots, blocks, strict=True)
             )
-            sums = _Gradients(acc_dq, acc_dk, acc_dv, panel.origin, panel.kv_origin)
+            sums = Gradients(acc_dq, acc_dk, acc_dv, panel.origin, panel.kv_origin)
         if not plan.covered:
             for target in blocks if sums.dq is dq else (sums.dq, sums.dk, sums.dv):
                 target.zero_()
         for tiles, tile_out, origin in _outputs(plan, panel, inputs, out):
             for tile in tiles:
                 sums.add(tile, _tile_gradients(tile, inputs, tile_out, origin, lse, grad_out, grad_lse))
+        for piece in () if elsewhere is None else elsewhere.pieces_with_gradients(panel, sums):
+            for tile in piece.tiles:
+                parts = _tile_gradients(tile, inputs, out, WHOLE, lse, grad_out, grad_lse, piece)
+                sums.add_queries(tile, parts[0])
+                piece.add(tile, parts[1], parts[2])
         if sums.dq is not dq:
             for block, target in zip(blocks, (sums.dq, sums.dk, sums.dv), strict=True):
                 block.copy_(target)
@@ -123,7 +160,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class Gradients:
     """Sums of the tiles' gradients, in tensors that start at the given origins."""
 
     dq: Tensor
@@ -133,34 +170,39 @@ class _Gradients:
     kv_origin: Origin = WHOLE
 
     def add(self, tile: Tile, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        first_queries = tile.opens_queries and tile.first_for_queries
-        first_keys = tile.opens_keys and tile.first_for_keys
-        for view, part, first in (
-            (tile.query_view(self.dq, self.origin), parts[0], first_queries),
-            (tile.key_view(self.dk, self.kv_origin), parts[1], first_keys),
-            (tile.key_view(self.dv, self.kv_origin), parts[2], first_keys),
-        ):
-            if first:
-                view.copy_(part.view(view.shape))
-            else:
-                view.add_(part.view(view.shape))
+        self.add_queries(tile, parts[0])
+        is_first = tile.opens_keys and tile.first_for_keys
+        _put(tile.key_view(self.dk, self.kv_origin), parts[1], is_first)
+        _put(tile.key_view(self.dv, self.kv_origin), parts[2], is_first)
+
+    def add_queries(self, tile: Tile, dq: Tensor) -> None:
+        _put(tile.query_view(self.dq, self.origin), dq, tile.opens_queries and tile.first_for_queries)
+
+
+def _put(view: Tensor, part: Tensor, is_first: bool) -> None:
+    part = part.view(view.shape)
+    view.copy_(part) if is_first else view.add_(part)
+
+
+class _Rows(NamedTuple):
+    """Where results of tiles go: out (b, n, h, d) and lse (b, n, h), each from its origin on."""
+
+    out: Tensor
+    out_origin: Origin
+    lse: Tensor
+    lse_origin: Origin
 
 
 def _attend(
-    tiles: Iterable[Tile],
-    inputs: Inputs,
-    out: Tensor,
-    out_origin: Origin,
-    lse: Tensor,
-    lse_origin: Origin,
-    alone: bool = False,
+    tiles: Iterable[Tile], inputs: Inputs, rows: _Rows, piece: Piece | None = None, *, alone: bool = False
 ) -> None:
-    """Attends the tiles into out and lse (b, n, h); `alone`: the tiles' branch has them to itself."""
+    """Attends the tiles into the rows; `alone`: the tiles' branch has them to itself."""
     for tile in tiles:
-        part, lse_part = inputs.kernel.forward(*inputs.pack_tile(tile))
+        part, lse_part = inputs.kernel.forward(*inputs.pack_tile(tile, piece))
         if tile.phantom:
             part, lse_part = add_null_keys(part, lse_part, tile.phantom)
-        out_rows, lse_rows = tile.query_view(out, out_origin), tile.query_view(lse, lse_origin)
+        out_rows = tile.query_view(rows.out, rows.out_origin)
+        lse_rows = tile.query_view(rows.lse, rows.lse_origin)
         part, lse_part = part.view(out_rows.shape), lse_part.view(lse_rows.shape)
         if tile.opens_queries and (alone or tile.first_for_queries):
             out_rows.copy_(part)
@@ -178,8 +220,9 @@ def _tile_gradients(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    piece: Piece | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, how = inputs.pack_tile(tile)
+    q, k, v, how = inputs.pack_tile(tile, piece)
     rows, shape = tuple(q.shape[:3]), tuple(q.shape)
     tile_lse = tile.query_view(lse.transpose(1, 2)).reshape(rows)
     # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
@@ -201,7 +244,7 @@ def _outputs(
     own_lse = inputs.workspace.take("own_lse", own_out.shape[:3], own_out.dtype, own_out.device)
     for _, group in groupby(panel.tiles, key=lambda tile: tile.branch):
         tiles = list(group)
-        _attend(tiles, inputs, own_out, panel.origin, own_lse, panel.origin, alone=True)
+        _attend(tiles, inputs, _Rows(own_out, panel.origin, own_lse, panel.origin), alone=True)
         yield tiles, own_out, panel.origin
 
 

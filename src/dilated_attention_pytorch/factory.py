@@ -15,6 +15,8 @@ from .modules import (
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedDilatedAttentionV2,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
 )
 from .modules.skin import AttentionSkin
 from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
@@ -26,9 +28,10 @@ KINDS: Mapping[str, Callable[..., AttentionSkin]] = {
     "standard": DilatedAttention,
     "improved": ImprovedDilatedAttention,
     "improved_v2": ImprovedDilatedAttentionV2,
+    "ring": RingDilatedAttentionV2,
     "block_sparse": BlockSparseDilatedAttention,
+    "distributed": RingDilatedAttentionProduction,
 }
-LATER = ("ring", "distributed")
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,19 @@ def create_dilated_attention(
     seq_len: int | None = None,
     **options: Any,
 ) -> AttentionSkin:
-    """The attention module of a kind: "auto", "standard", "improved", "improved_v2" or "block_sparse".
+    """The attention module of a kind: "auto", or one of those below.
 
-    All but "block_sparse" compute the same; they differ in where their memory comes from. That one keeps the
-    blocks of its `sparse_config`; see `create_block_sparse_attention`. The memory pool turns itself on
-    for segments of 4096 and more. What the caller says in `options` (those of the kind's class) always wins.
-    `module.choice` holds what was chosen and why; it is also logged.
+    - "standard", "improved" and "improved_v2" compute the same; they differ in where their memory comes from.
+    - "ring" (`RingDilatedAttentionV2`) attends over a sequence of which each process holds a part.
+    - "distributed" (`RingDilatedAttentionProduction`) is the ring for long runs on several machines: pooled
+      memory, and by option checkpointing, mixed precision and memory logs.
+    - "block_sparse" keeps the blocks of its `sparse_config`; see `create_block_sparse_attention`.
+
+    "auto" is "standard" or "improved", also where torch.distributed runs: whether the processes share a
+    sequence or, as in data parallel training, have one each, only the caller knows.
+
+    The memory pool turns itself on for segments of 4096 and more. What the caller says in `options` (those of
+    the kind's class) always wins. `module.choice` holds what was chosen and why; it is also logged.
 
     Args:
         seq_len: the length that the module is meant for, if it is known. Segments reach no further.
@@ -80,8 +90,6 @@ def choose_dilated_attention(
 ) -> Choice:
     """What `create_dilated_attention` would make of the same arguments, from lengths, device and memory."""
     known = ("auto", *KINDS)
-    if kind in LATER:
-        raise ValueError(f"kind {kind!r} is not available in this version; there are {', '.join(known)}")
     if kind not in known:
         raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):

@@ -36,10 +36,11 @@ class Options(NamedTuple):
     workspace_bytes: int
     memory: str
     use_pattern_cache: bool
+    steps: int
 
     @property
     def spec(self) -> DilatedSpec:
-        segment_lengths, dilation_rates, *others = self[:-4]
+        segment_lengths, dilation_rates, *others = self[:-5]
         return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
 
 
@@ -49,7 +50,7 @@ _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
     "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes, "
-    "str memory, bool use_pattern_cache"
+    "str memory, bool use_pattern_cache, int steps"
 )
 
 
@@ -119,6 +120,7 @@ def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: T
         docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
         workspace_bytes=options.workspace_bytes,
         cache=get_global_pattern_cache() if options.use_pattern_cache else None,
+        steps=options.steps,
     )
 
 

@@ -860,6 +860,50 @@ def test_budget_is_an_integer(value: Any) -> None:
         MemoryPool(value)
 
 
+@pytest.mark.parametrize("pool_size", [0, 1, 10])
+def test_pool_size_bounds_the_idle_buffers(pool_size: int) -> None:
+    pool = MemoryPool(pool_size=pool_size)
+    lent = [pool.allocate((64 * (i + 1),), torch.uint8, tag=f"tag {i % 3}") for i in range(12)]
+    assert check_consistent(pool)["cached_buffers"] == 0
+    newest = lent[-1].data_ptr()
+    for i, buffer in enumerate(lent, start=1):
+        pool.deallocate(buffer)
+        stats = check_consistent(pool)
+        assert (stats["cached_buffers"], stats["evictions"]) == (min(i, pool_size), max(0, i - pool_size))
+    if pool_size:  # the least recently used went
+        assert pool.allocate((64 * 12,), torch.uint8, tag="tag 2").data_ptr() == newest
+    dropped = [pool.allocate((2**12,)) for _ in range(12)]
+    del dropped
+    kept = pool.allocate((8,), torch.uint8, tag="other")
+    assert check_consistent(pool)["cached_buffers"] <= pool_size
+    assert kept.numel() == 8
+
+
+@pytest.mark.parametrize("pool_size", [0, 2, 5])
+def test_pool_size_counts_scratch(pool_size: int) -> None:
+    pool = MemoryPool(pool_size=pool_size)
+    for _ in range(3):
+        with pool.workspace(CPU) as workspace:
+            for slot in ("query", "key", "value", "other"):
+                workspace.take(slot, (100,), torch.float32, CPU).fill_(1)
+        assert check_consistent(pool)["cached_buffers"] == min(4, pool_size)
+    assert pool.get_stats()["reuse_count"] == 2 * min(4, pool_size)
+    pool.deallocate(pool.allocate((100,)))  # buffers go before scratch
+    assert pool.get_stats()["cached_buffers"] == min(5, pool_size)
+    assert sum(number for number, _ in pool.idle_buffers().values()) == min(5, pool_size)
+    assert ("buffer" in pool.idle_buffers()) == (pool_size == 5)
+
+
+def test_without_a_pool_size_the_bytes_are_the_limit() -> None:
+    pool = MemoryPool()
+    for buffer in [pool.allocate((64,)) for _ in range(50)]:
+        pool.deallocate(buffer)
+    assert (pool.pool_size, check_consistent(pool)["cached_buffers"]) == (None, 50)
+    for value in (-1, True, 2.0, "10"):
+        with pytest.raises(ValueError, match="pool_size must be an integer of 0 or more, or None, got"):
+            MemoryPool(pool_size=value)  # type: ignore[arg-type]
+
+
 # Pressure
 
 
@@ -1450,13 +1494,13 @@ def test_spawn_starts_clean(global_pool: MemoryPool) -> None:
 
 
 def test_copies_share_and_pickles_keep_the_settings(global_pool: MemoryPool) -> None:
-    pool = MemoryPool(3 * KIB, enable_profiling=True)
+    pool = MemoryPool(3 * KIB, pool_size=7, enable_profiling=True)
     kept = pool.allocate((64,))
     assert copy.copy(pool) is copy.deepcopy({"pool": pool})["pool"] is pool
     assert pickle.loads(pickle.dumps(global_pool)) is global_pool
     other = pickle.loads(pickle.dumps(pool))
     assert other is not pool
-    assert (other.max_bytes, other.enable_profiling) == (3 * KIB, True)
+    assert (other.max_bytes, other.pool_size, other.enable_profiling) == (3 * KIB, 7, True)
     assert other.get_stats()["total_allocated"] == 0
     assert "not on loan" in refusal(other, kept)
     assert pickle.loads(pickle.dumps(MemoryPool())).max_bytes is None

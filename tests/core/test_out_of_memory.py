@@ -21,7 +21,11 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import MemoryPool, get_global_memory_pool, memory_pool
 from dilated_attention_pytorch.core.host_memory import PROC, _fields, is_out_of_memory
-from dilated_attention_pytorch.modules import DilatedAttention, ImprovedDilatedAttentionV2
+from dilated_attention_pytorch.modules import (
+    DilatedAttention,
+    ImprovedDilatedAttentionV2,
+    RingDilatedAttentionProduction,
+)
 
 MIB = 2**20
 LONG, SHORT = 8192, 512  # a result of the long call takes 16 MiB
@@ -145,6 +149,24 @@ def smaller_tiles_make_room() -> None:
             actual = attend(make(cls, enable_memory_pool=True), x)
         assert_same(actual, expected)
         assert len(freed.nbytes) >= 2  # the first two tries have the tiles that were asked for
+
+
+@case
+def production_recovers_unless_told_not_to() -> None:
+    def make_ring(**options: Any) -> DilatedAttention:
+        branches = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}
+        return RingDilatedAttentionProduction(**branches, workspace_bytes=ROOMY, **options)
+
+    freed, x = Freed(), inputs(LONG)
+    expected = attend(make(), x)
+    recovering, strict = make_ring(), make_ring(enable_error_recovery=False)
+    with free_memory(40 * MIB):
+        expect_out_of_memory(lambda: attend(strict, x))
+        assert not freed.nbytes
+        actual = attend(recovering, x)
+    assert_same(actual, expected)
+    assert len(freed.nbytes) >= 2  # the first two tries have the tiles that were asked for
+    assert_same(attend(strict, x), expected)
 
 
 @case

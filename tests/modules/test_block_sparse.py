@@ -21,6 +21,8 @@ from dilated_attention_pytorch import (
     build_block_pattern,
 )
 from dilated_attention_pytorch.core import PersistentPatternCache, get_block_pattern_cache
+from dilated_attention_pytorch.modules import block_sparse as block_sparse_module
+from dilated_attention_pytorch.modules import ring as ring_module
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.tolerances import assert_close, assert_same_gradients
 
@@ -123,15 +125,81 @@ def test_persistent_cache_holds_so_many() -> None:
 def test_ring_holds_no_more_than_the_base() -> None:
     """What one process does not need is not there: no buffers, no parameters, the same attributes."""
     base, ring = BlockSparseDilatedAttention(), BlockSparseRingDilatedAttention()
-    assert set(vars(ring)) - set(vars(base)) == {"ring_size"}
+    assert set(vars(ring)) - set(vars(base)) == {"ring"}
     assert not list(ring.parameters())
     assert not list(ring.buffers())
     assert not [
         value for value in vars(ring).values() if isinstance(value, (Tensor, dict, list)) and len(value)
     ]
-    for size in (0, 2, 8, True):
-        with pytest.raises(ValueError, match=f"ring_size must be None or 1, got {size}"):
-            BlockSparseRingDilatedAttention(ring_size=size)
+    for size in (0, -8, True, 1.5):
+        with pytest.raises(ValueError, match=f"ring_size must be a positive integer or None, got {size}"):
+            BlockSparseRingDilatedAttention(ring_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout must be positive and finite, got 0"):
+        BlockSparseRingDilatedAttention(timeout=0)
+
+
+@pytest.mark.parametrize("ring_size", [None, 1, 3, 8])
+@pytest.mark.parametrize("kind", ["random", "adaptive"])
+def test_ring_of_one_process_is_the_base(ring_size: int | None, kind: str) -> None:
+    q, k, v = tensors()
+    config = SparsePatternConfig(kind, 0.4, 16)
+    ring = BlockSparseRingDilatedAttention(sparse_config=config, ring_size=ring_size, timeout=5)
+    assert (ring.ring_size, ring.is_sharded) == (ring_size or 1, False)
+    assert torch.equal(ring(q, k, v), BlockSparseDilatedAttention(sparse_config=config)(q, k, v))
+    assert copy.deepcopy(ring).ring is ring.ring
+    assert repr(pickle.loads(pickle.dumps(ring))) == repr(ring)
+
+
+def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for two other processes with 50 and 0 positions; `tests/ring` has real ones."""
+    calls: list[Any] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, pattern: BlockPattern, **options: Any) -> Tensor:
+        calls.append((pattern, options))
+        return query
+
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 3)
+    monkeypatch.setattr(block_sparse_module, "shard_lengths_of", lambda n, group: (50, n, 0))
+    monkeypatch.setattr(block_sparse_module, "ring_block_sparse_attention", attend)
+    q, k, v = tensors()
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    config = SparsePatternConfig("random", 0.3, 16, seed=77)
+    module = BlockSparseRingDilatedAttention(
+        sparse_config=config, ring_size=6, timeout=2.5, softmax_scale=0.5, dropout=0.1
+    )
+    assert (module.ring_size, module.is_sharded) == (6, True)
+    for _ in range(2):
+        assert module(q, k, v, True, mask) is q
+    pattern, options = calls[0]
+    assert calls[1][0] is pattern  # from the cache
+    assert torch.equal(pattern.to_dense(), build_block_pattern(config, 200, 4, is_causal=True).to_dense())
+    assert options["key_mask"] is mask
+    names = ("shard_lengths", "is_causal", "scale", "dropout_p", "timeout", "steps", "memory")
+    assert [options[name] for name in names] == [(50, 150, 0), True, 0.5, 0.1, 2.5, 2, "fresh"]
+    given = BlockSparseRingDilatedAttention(sparse_config=pattern)
+    given(q, k, v, True)
+    with pytest.raises(ValueError, match="the pattern is for a length of 200, got 199"):
+        given(q[:, 1:], k[:, 1:], v[:, 1:])
+    with pytest.raises(ValueError, match="must divide ring_size, got 3 processes and ring_size=8"):
+        BlockSparseRingDilatedAttention(ring_size=8)
+    with pytest.raises(ValueError, match=r"depends on all keys, .* got a part in each of 3"):
+        BlockSparseRingDilatedAttention(sparse_config={"pattern_type": "adaptive"})
+    with pytest.raises(ValueError, match="attention_weights needs the whole sequence in one process"):
+        module.attention_weights(q, k)
+    x = torch.randn(2, 150, 32)
+    multihead = BlockSparseRingMultiheadDilatedAttention(32, 4, sparse_config=config)
+    assert multihead(x, is_causal=True)[0].shape == x.shape
+    causal = torch.ones(150, 150, dtype=torch.bool).triu(1)
+    for refused in ({"attn_mask": causal}, {"need_weights": True}):
+        with pytest.raises(ValueError, match="need the whole sequence in one process"):
+            multihead(x, **refused)
+
+
+def test_adaptive_ring_whose_group_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = BlockSparseRingDilatedAttention(sparse_config={"pattern_type": "adaptive"})
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 2)
+    with pytest.raises(ValueError, match='an "adaptive" pattern depends on all keys'):
+        module(*tensors())
 
 
 @pytest.mark.parametrize("memory", [{"enable_memory_pool": True}, {"workspace_bytes": 5000}])

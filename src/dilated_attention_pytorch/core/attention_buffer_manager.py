@@ -46,6 +46,8 @@ class Settings(NamedTuple):
     lightweight: bool = False
     enable_profiling: bool = False
     is_pooled: bool = False  # the memory is the global pool's
+    retries: bool = True
+    pool_size: int | None = None  # of a pool of its own
 
 
 Request = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
@@ -75,6 +77,8 @@ class AttentionBufferManager:
         lightweight: the results of attention are ordinary tensors, and free memory is not looked at after
             each of its calls.
         enable_profiling: measures the time spent in requests, by type; see `profile_table`.
+        retries: a call of attention that runs out of memory frees what is idle and tries again, then in
+            smaller tiles; False lets the first error through.
         pool: where the memory comes from, by default a pool of the manager's own. Modules share buffers by
             sharing a manager or a pool.
     """
@@ -87,6 +91,7 @@ class AttentionBufferManager:
         enable_preallocation: bool = False,
         lightweight: bool = False,
         enable_profiling: bool = False,
+        retries: bool = True,
         pool: MemoryPool | None = None,
     ) -> None:
         check_flags(
@@ -94,6 +99,7 @@ class AttentionBufferManager:
             enable_preallocation=enable_preallocation,
             lightweight=lightweight,
             enable_profiling=enable_profiling,
+            retries=retries,
         )
         custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
         for buffer_type, config in custom.items():
@@ -104,6 +110,7 @@ class AttentionBufferManager:
         self.configs: dict[BufferType, BufferConfig] = {**DEFAULT_CONFIGS, **custom}
         self.enable_reuse, self.enable_preallocation = enable_reuse, enable_preallocation
         self.lightweight, self.enable_profiling = lightweight, enable_profiling
+        self.retries = retries
         self.pool = MemoryPool() if pool is None else pool
         self.name = f"manager:{next(_NUMBERS)}"
         self._start_clean()
@@ -323,14 +330,14 @@ class AttentionBufferManager:
         if _SHARED.get(self.settings) is self:
             return shared_buffer_manager, (self.settings,)
         switches = self.settings._asdict()
-        del switches["is_pooled"]
+        del switches["is_pooled"], switches["pool_size"]
         return partial(AttentionBufferManager, dict(self.configs), **switches, pool=self.pool), ()
 
     @property
     def settings(self) -> Settings:
         is_pooled = self.pool is get_global_memory_pool()
         switches = (self.enable_reuse, self.enable_preallocation, self.lightweight, self.enable_profiling)
-        return Settings(*switches, is_pooled)
+        return Settings(*switches, is_pooled, self.retries, self.pool.pool_size)
 
     def _lend(
         self,
@@ -423,7 +430,8 @@ def shared_buffer_manager(settings: Settings) -> AttentionBufferManager:
         manager = _SHARED.get(settings)
         if manager is None:
             switches = settings._asdict()
-            pool = get_global_memory_pool() if switches.pop("is_pooled") else None
+            pool_size = switches.pop("pool_size")
+            pool = get_global_memory_pool() if switches.pop("is_pooled") else MemoryPool(pool_size=pool_size)
             manager = _SHARED[settings] = AttentionBufferManager(**switches, pool=pool)
         return manager
 

@@ -52,10 +52,14 @@ class MemoryPool:
             the pool does not keep. By default a quarter of what the machine can give (64 MiB at least, 1 GiB
             where it does not tell), looked at again every few seconds; when that is scarce, nothing idle is
             kept.
+        pool_size: the most idle buffers that are kept, scratch included; None sets no limit beside the bytes.
+            A tensor that was dropped, not returned, counts from the next request or return on.
         enable_profiling: adds figures by type of buffer to `get_stats`.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, enable_profiling: bool = False) -> None:
+    def __init__(
+        self, max_bytes: int | None = None, *, pool_size: int | None = None, enable_profiling: bool = False
+    ) -> None:
         if max_bytes is not None:
             if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
                 raise TypeError(f"max_bytes must be an integer or None, got {max_bytes!r}")
@@ -63,8 +67,12 @@ class MemoryPool:
                 raise ValueError(
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
+        if pool_size is not None and (
+            isinstance(pool_size, bool) or not isinstance(pool_size, int) or pool_size < 0
+        ):
+            raise ValueError(f"pool_size must be an integer of 0 or more, or None, got {pool_size!r}")
         check_flags(enable_profiling=enable_profiling)
-        self.max_bytes, self.enable_profiling = max_bytes, enable_profiling
+        self.max_bytes, self.pool_size, self.enable_profiling = max_bytes, pool_size, enable_profiling
         self._lock = threading.RLock()
         self._start_clean()
         with relief.POOLS_LOCK:
@@ -126,6 +134,7 @@ class MemoryPool:
                     f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
                 )
             buffer, reused = self._pooled(shape, dtype, place)
+        self._evict_surplus()
         return (buffer.zero_() if zero_init else buffer), reused
 
     def deallocate(self, buffer: Tensor) -> None:
@@ -149,6 +158,7 @@ class MemoryPool:
         # tensor it stays whole, and the memory waits for them.
         if buffer._use_count() == 1:  # type: ignore[attr-defined]
             buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        self._evict_surplus()
 
     def tag_of(self, buffer: Tensor) -> str | None:
         """The tag under which a buffer on loan was allocated; None if the pool does not hold it."""
@@ -191,6 +201,7 @@ class MemoryPool:
             if workspace.fresh:
                 self._note_peak()
                 self._evict(limit)
+        self._evict_surplus()
 
     def lend_result(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -323,7 +334,8 @@ class MemoryPool:
     def __reduce__(self) -> tuple[Callable[..., MemoryPool], tuple[Any, ...]]:
         if self is _GLOBAL:
             return get_global_memory_pool, ()
-        return partial(MemoryPool, self.max_bytes, enable_profiling=self.enable_profiling), ()
+        profiled = self.enable_profiling
+        return partial(MemoryPool, self.max_bytes, pool_size=self.pool_size, enable_profiling=profiled), ()
 
     # Inside, with the lock held unless a docstring says otherwise
 
@@ -434,6 +446,20 @@ class MemoryPool:
                 held -= self._idle.pop(0).nbytes
                 self._counts["evictions"] += 1
             return before - held
+
+    def _evict_surplus(self) -> None:
+        """Frees idle buffers beyond `pool_size`, in the order of `_evict`. Takes the lock."""
+        if self.pool_size is None:
+            return
+        with self._lock:
+            idle = self._blocks.idle()
+            surplus = len(idle) + sum(len(workspace.buffers) for workspace in self._idle) - self.pool_size
+            surplus -= sum(self._drop_idle(block) for block in idle[: max(0, surplus)])
+            for workspace in self._idle:
+                for slot in list(workspace.buffers)[: max(0, surplus)]:
+                    del workspace.buffers[slot]
+                    self._counts["evictions"] += 1
+                    surplus -= 1
 
     def _drop_idle(self, block: Block) -> bool:
         dropped = self._blocks.drop_idle(block)

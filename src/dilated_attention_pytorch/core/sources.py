@@ -30,6 +30,12 @@ def find_source(memory: str) -> LendWorkspace | None:
     return None if manager is None else manager.workspace
 
 
+def retries(memory: str) -> bool:
+    """Whether a call that runs out of memory of this source tries again: a buffer manager may say no."""
+    manager = find_buffer_manager(memory)
+    return manager is None or manager.retries
+
+
 def check_memory(memory: str) -> None:
     """Validates the name of a source."""
     if memory in (FRESH, POOL, LIGHTWEIGHT):

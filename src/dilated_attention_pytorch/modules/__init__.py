@@ -8,8 +8,11 @@ from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
 )
 from .presets import ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from .production import RingAttentionConfig, RingDilatedAttentionProduction
+from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
 
 __all__ = [
     "BlockSparseAdaptiveDilatedAttention",
@@ -22,4 +25,9 @@ __all__ = [
     "ImprovedDilatedAttentionV2",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "RingAttentionConfig",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
 ]

@@ -86,26 +86,27 @@ class DilatedAttention(AttentionSkin):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
+        return dilated_attention(query, key, value, **self._call_options(is_causal, mask), return_lse=False)
+
+    def _call_options(self, is_causal: bool, mask: Tensor | None) -> dict[str, Any]:
+        """What a call of the functional door takes beside the tensors."""
         spec = self.spec
-        return dilated_attention(
-            query,
-            key,
-            value,
-            spec.segment_lengths,
-            spec.dilation_rates,
-            is_causal=is_causal,
-            scale=spec.scale,
-            dropout_p=self._dropout_now,
-            key_mask=mask,
-            head_mixing=spec.head_mixing,
-            head_offsets=spec.head_offsets,
-            tail=spec.tail,
-            detach_mixing=spec.detach_mixing,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
-            memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache,
-        )
+        return {
+            "segment_lengths": spec.segment_lengths,
+            "dilation_rates": spec.dilation_rates,
+            "is_causal": is_causal,
+            "scale": spec.scale,
+            "dropout_p": self._dropout_now,
+            "key_mask": mask,
+            "head_mixing": spec.head_mixing,
+            "head_offsets": spec.head_offsets,
+            "tail": spec.tail,
+            "detach_mixing": spec.detach_mixing,
+            "kernel": self.kernel,
+            "workspace_bytes": self.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
+            "memory": self._memory,
+            "use_pattern_cache": self.use_pattern_cache,
+        }
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         spec = self.spec

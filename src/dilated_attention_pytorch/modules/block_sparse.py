@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +16,11 @@ from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..plan import BlockPattern
+from ..ring import ring_block_sparse_attention, shard_lengths_of
+from ..ring.comm import Group
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
+from .ring import RingOptions
 from .skin import AttentionSkin, one_dropout
 
 
@@ -157,12 +162,19 @@ class BlockSparseDilatedAttention(AttentionSkin):
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
-    """`BlockSparseDilatedAttention` by the name that rings of processes use; in one process it is the same.
+    """`BlockSparseDilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
-    Nothing is allocated for a ring that is not there: no communication buffers, pools or masks.
+    With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...), as
+    in `RingDilatedAttentionV2`, and the pattern is that of the whole sequence; see
+    `ring_block_sparse_attention`. In one process it is the base module: nothing is allocated for a ring that
+    is not there.
 
     Args:
-        ring_size: processes of the ring; this version runs in one.
+        sparse_config: as in the base module; with several processes not "adaptive", whose choice of blocks
+            depends on the keys of all of them.
+        ring_size: steps in which a call goes around the ring, by default one for each process; a multiple of
+            their number. One process alone has the small tiles of `workspace_bytes` whatever the size is.
+        group, timeout: as in `RingDilatedAttentionV2`.
         options: those of `BlockSparseDilatedAttention`.
     """
 
@@ -173,14 +185,94 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
         *,
         ring_size: int | None = None,
+        group: Group = None,
+        timeout: float | timedelta | None = None,
         **options: Any,
     ) -> None:
-        if ring_size not in (None, 1) or isinstance(ring_size, bool):
-            raise ValueError(
-                f"this version runs in one process: ring_size must be None or 1, got {ring_size}"
-            )
         super().__init__(segment_lengths, dilation_rates, sparse_config, **options)
-        self.ring_size = 1
+        self.ring = RingOptions(ring_size, group, timeout)
+        self._check_ring()
+
+    @property
+    def ring_size(self) -> int:
+        return self.ring.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence: the group has more than one process."""
+        return self.ring.num_processes > 1
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """(b, n, n): probabilities without dropout, averaged over the heads. In one process only."""
+        if self.is_sharded:
+            raise ValueError(
+                "attention_weights needs the whole sequence in one process, got a part in each of "
+                f"{self.ring.num_processes}"
+            )
+        return super().attention_weights(query, key, is_causal, attention_mask)
+
+    def _check_ring(self) -> None:
+        self.ring.check()
+        if self._is_adaptive and self.is_sharded:
+            raise ValueError(
+                'an "adaptive" pattern depends on all keys, which must be in one process, got a part in each '
+                f"of {self.ring.num_processes}"
+            )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        self._check_ring()
+        if not self.is_sharded:
+            return super()._attend(query, key, value, is_causal, mask)
+        part: Tensor = self._attend_part(query, key, value, is_causal, mask)
+        return part
+
+    # Compilers cannot look into a group, nor trace transfers: they break the graph here.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_part(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        # What is no (b, n, h, d) tensor is refused below, where the other processes get to know of it.
+        n_local, num_heads = query.shape[1:3] if _has_heads(query) else (0, 1)
+        lengths = shard_lengths_of(n_local, self.ring.group)
+        out: Tensor = ring_block_sparse_attention(
+            query,
+            key,
+            value,
+            self._whole_pattern(sum(lengths), num_heads, is_causal),
+            group=self.ring.group,
+            shard_lengths=lengths,
+            is_causal=is_causal,
+            scale=self.spec.scale,
+            dropout_p=self._dropout_now,
+            key_mask=mask,
+            return_lse=False,
+            kernel=self.kernel,
+            workspace_bytes=self.workspace_bytes,
+            memory=self._memory,
+            use_pattern_cache=self.use_pattern_cache,
+            timeout=self.ring.timeout,
+            steps=self.ring.steps,
+        )
+        return out
+
+    def _whole_pattern(self, n: int, num_heads: int, is_causal: bool) -> BlockPattern:
+        """`get_pattern`, kept in the pattern cache unless it was given."""
+        build = partial(self.get_pattern, n, num_heads, is_causal=is_causal)
+        cache = self.pattern_cache
+        if cache is None or self.pattern is not None:
+            return build()
+        return cache.get_or_build(("pattern", self._recipe, n, num_heads, is_causal), build)
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        return {**super()._changed(), **self.ring.changed()}
+
+
+def _has_heads(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4
 
 
 # The pattern depends on values, which no compiler can trace.

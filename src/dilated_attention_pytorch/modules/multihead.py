@@ -14,6 +14,7 @@ from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .presets import ImprovedDilatedAttention
+from .ring import RingDilatedAttentionV2
 from .skin import AttentionSkin
 
 
@@ -120,6 +121,12 @@ class MultiheadSkin(nn.Module):
         value = key if value is None else value
         check_flags(need_weights=need_weights, is_causal=is_causal)
         self._check_inputs(query, key, value)
+        if getattr(self.attention, "is_sharded", False) and (need_weights or attn_mask is not None):
+            asked = "need_weights" if need_weights else "attn_mask"
+            raise ValueError(
+                "weights and masks (n, n) need the whole sequence in one process (is_causal and "
+                f"key_padding_mask do not), got {asked} with a part in each"
+            )
         b, n = query.shape[:2] if self.batch_first else query.shape[1::-1]
         attend = None if key_padding_mask is None else _attended(key_padding_mask, b, n, query.device)
         if attn_mask is not None:
@@ -254,6 +261,18 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     _fuses_qkv = True
 
 
+class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` with fused input projections, around `RingDilatedAttentionV2`.
+
+    With several processes its tensors are this process's part of the sequence, (b, n_local, embed_dim), and
+    key_padding_mask (b, n_local) is that of its own keys; attn_mask and need_weights are refused. The
+    gradients of its weights are those of this part: sum them over the group.
+    """
+
+    _attention_class = RingDilatedAttentionV2
+    _fuses_qkv = True
+
+
 class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes its `sparse_config`."""
 
@@ -262,7 +281,10 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`."""
+    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`.
+
+    With several processes it takes parts of the sequence, as `RingMultiheadDilatedAttention` does.
+    """
 
     _attention_class = BlockSparseRingDilatedAttention
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .block_pattern import BlockPattern
+from .segments import Range
 from .shape import Pass, Shape
 
 JOINED_BELOW = 64  # tokens a block: a kernel is slower with so few query rows
@@ -31,6 +32,7 @@ class RowGroup:
     q_len: int
     k_len: int
     has_diagonal: bool
+    skip: int = 0  # keys of the first block that are not there
     join: int = 1  # so many neighbours share the first `num_shared` columns and meet them together
     num_shared: int = 0
 
@@ -41,12 +43,16 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, `join` of them together, meet key blocks `columns` (rows / join, blocks) of `k_len` tokens."""
+    """Rows, `join` of them together, meet `k_len` tokens of key blocks `columns` (rows / join, blocks).
+
+    They are those after the first `skip` tokens of the blocks.
+    """
 
     columns: Tensor
     k_len: int
     is_causal: bool
     join: int = 1
+    skip: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,17 @@ class BlockPlan:
 
     pattern: BlockPattern
     groups: tuple[tuple[RowGroup, ...], ...]  # a layout
+    queries: Range  # the positions [from, to) that ask, and those that are asked
+    keys: Range
+
+    @property
+    def num_rows(self) -> int:
+        return len(range(*_blocks_of(self.queries, self.pattern.block_size)))
+
+    @property
+    def columns(self) -> Range:
+        """The key blocks [from, to)."""
+        return _blocks_of(self.keys, self.pattern.block_size)
 
     @property
     def nbytes(self) -> int:
@@ -100,39 +117,106 @@ class BlockPlan:
                 yield Lane(batch, kv, num_kv, cutter.panels(batch, kv, num_kv))
 
 
-def plan_blocks(pattern: BlockPattern) -> BlockPlan:
-    """The schedule of a pattern, for any number of batches and heads."""
-    rows, size = pattern.rows, pattern.block_size
-    tail = pattern.n - (rows - 1) * size
-    row = torch.arange(rows).repeat(len(pattern))
-    first, counts = pattern.starts[:-1], pattern.counts
-    last = torch.full_like(counts, -1)
+def plan_blocks(
+    pattern: BlockPattern,
+    queries: Range | None = None,
+    keys: Range | None = None,
+    layouts: Sequence[int] | None = None,
+) -> BlockPlan:
+    """The schedule of a pattern, for any number of batches and heads.
+
+    Of a part of it: queries and keys in ranges [from, to) of positions, the same or disjoint ones, which may
+    cut blocks; and some of the layouts.
+    """
+    whole = (0, pattern.n)
+    queries, keys = whole if queries is None else queries, whole if keys is None else keys
+    chosen = range(len(pattern)) if layouts is None else layouts
+    side = _Sides(pattern, queries, keys)
+    return BlockPlan(pattern, tuple(_layout_groups(side, layout) for layout in chosen), queries, keys)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Ranges of queries and keys, in blocks: which there are, and what of the outer ones is missing."""
+
+    pattern: BlockPattern
+    queries: Range
+    keys: Range
+
+    @property
+    def rows(self) -> Range:
+        return _blocks_of(self.queries, self.pattern.block_size)
+
+    @property
+    def columns(self) -> Range:
+        return _blocks_of(self.keys, self.pattern.block_size)
+
+    @property
+    def has_diagonal(self) -> bool:
+        return self.pattern.is_causal and self.queries == self.keys
+
+    def row_length(self, row: int) -> int:
+        size = self.pattern.block_size
+        return min(self.queries[1], (row + 1) * size) - max(self.queries[0], row * size)
+
+    @property
+    def skip(self) -> int:
+        """Keys of the first block that are not in the range."""
+        return self.keys[0] % self.pattern.block_size
+
+    @property
+    def cut(self) -> int:
+        """Keys of the last block that are not in the range."""
+        return -self.keys[1] % self.pattern.block_size
+
+
+def _blocks_of(time: Range, size: int) -> Range:
+    return (time[0] // size, -(-time[1] // size)) if time[1] > time[0] else (0, 0)
+
+
+def _layout_groups(side: _Sides, layout: int) -> tuple[RowGroup, ...]:
+    pattern, size = side.pattern, side.pattern.block_size
+    (first_row, end_row), (first_column, end_column) = side.rows, side.columns
+    starts = pattern.starts[layout * pattern.rows + first_row : layout * pattern.rows + end_row + 1]
+    columns = pattern.columns[int(starts[0]) : int(starts[-1])]
+    row = torch.repeat_interleave(torch.arange(first_row, end_row), starts.diff())
+    if (first_column, end_column) != (0, pattern.rows):
+        is_here = (columns >= first_column) & (columns < end_column)
+        columns, row = columns[is_here], row[is_here]
+    counts = torch.bincount(row - first_row, minlength=end_row - first_row)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rows = torch.arange(first_row, end_row)
     is_empty = counts == 0
-    last[~is_empty] = pattern.columns[(pattern.starts[1:] - 1)[~is_empty]].long()
-    # Columns ascend: the diagonal block of a causal row, and the last block of the sequence, stand last.
-    has_diagonal = (last == row) if pattern.is_causal else torch.zeros_like(is_empty)
-    num_blocks = counts - has_diagonal.long()
-    keeps_tail = (last == rows - 1) & ~has_diagonal & (tail < size)
-    is_tail = (row == rows - 1) & (tail < size)
-    kind = (num_blocks * 2 + has_diagonal) * 4 + keeps_tail * 2 + is_tail
-    groups: list[tuple[RowGroup, ...]] = []
-    for layout in range(len(pattern)):
-        here = slice(layout * rows, (layout + 1) * rows)
-        order = torch.argsort(kind[here], stable=True)
-        kinds, lengths = torch.unique_consecutive(kind[here][order], return_counts=True)
-        same: list[RowGroup] = []
-        for code, which in zip(kinds.tolist(), torch.split(order, lengths.tolist()), strict=True):
-            blocks = code // 8
-            group = RowGroup(
-                rows=which,
-                columns=pattern.columns[first[here][which][:, None] + torch.arange(blocks)],
-                q_len=tail if code & 1 else size,
-                k_len=blocks * size - (size - tail if code & 2 else 0),
-                has_diagonal=bool(code & 4),
-            )
-            same += [group] if code & 3 else _join(group, size)
-        groups.append(tuple(same))
-    return BlockPlan(pattern, tuple(groups))
+    outermost = torch.full((2, rows.numel()), -1)
+    outermost[0, ~is_empty] = columns[starts[:-1][~is_empty]].long()
+    outermost[1, ~is_empty] = columns[starts[1:][~is_empty] - 1].long()
+    # Columns ascend: the diagonal block of a causal row, and the last block of the range, stand last.
+    has_diagonal = (outermost[1] == rows) & side.has_diagonal
+    blocks = counts - has_diagonal.long()
+    skips = (outermost[0] == first_column) & (blocks > 0) & (side.skip > 0)
+    cuts = (outermost[1] == end_column - 1) & ~has_diagonal & (side.cut > 0)
+    is_short = torch.zeros_like(blocks)  # a row of its own kind: 1 the first, 2 the last
+    if rows.numel() and side.row_length(end_row - 1) < size:
+        is_short[-1] = 2
+    if rows.numel() and side.row_length(first_row) < size:
+        is_short[0] = 1
+    kind = (((blocks * 2 + has_diagonal) * 2 + skips) * 2 + cuts) * 3 + is_short
+    order = torch.argsort(kind, stable=True)
+    kinds, lengths = torch.unique_consecutive(kind[order], return_counts=True)
+    groups: list[RowGroup] = []
+    for code, which in zip(kinds.tolist(), torch.split(order, lengths.tolist()), strict=True):
+        num, rest = divmod(code, 24)
+        skip, cut = side.skip * (rest // 6 % 2), side.cut * (rest // 3 % 2)
+        group = RowGroup(
+            rows=rows[which],
+            columns=columns[starts[which][:, None] + torch.arange(num)],
+            q_len=side.row_length(int(rows[which[0]])),
+            k_len=num * size - skip - cut,
+            has_diagonal=rest >= 12,
+            skip=skip,
+        )
+        groups += [group] if rest % 12 else _join(group, size)
+    return tuple(groups)
 
 
 def _join(group: RowGroup, size: int) -> list[RowGroup]:
@@ -183,9 +267,7 @@ class _Cutter:
         self.most_blocks = max(1, min(widest, workspace_bytes // self.block_bytes - self.group))
         self.num_kv = 1
         if len(plan.groups) == 1:  # one layout: short sequences of several heads fill a panel together
-            fit = workspace_bytes // (
-                self.block_bytes * max(plan.pattern.rows, self.most_blocks + self.group)
-            )
+            fit = workspace_bytes // (self.block_bytes * max(plan.num_rows, self.most_blocks + self.group))
             self.num_kv = max(1, min(shape.h_kv, fit))
 
     def panels(self, batch: int, kv: int, num_kv: int) -> Iterator[Panel]:
@@ -215,25 +297,26 @@ class _Cutter:
     def _panel(self, group: RowGroup, part: slice, place: tuple[int, int, int, int, int]) -> Panel:
         index, batch, head, kv, num_kv = place
         rows, columns, shared = group.rows[part], group.columns[part].long(), group.num_shared
-        tiles = [Tile(rows[:, None], group.q_len, is_causal=True)] if group.has_diagonal else []
+        tiles = []
+        if group.has_diagonal:
+            # A row that is cut at its beginning stands alone in its group.
+            skip = max(0, self.plan.queries[0] - int(rows[0]) * self.size)
+            tiles = [Tile(rows[:, None], group.q_len, is_causal=True, skip=skip)]
         tiles += self._tiles(columns[:: group.join, :shared], shared * self.size, group.join)
-        tiles += self._tiles(columns[:, shared:], group.k_len - shared * self.size, 1)
+        tiles += self._tiles(columns[:, shared:], group.k_len - shared * self.size, 1, group.skip)
         return Panel(
             index, batch, head, self.group, kv, num_kv, _runs(rows), rows.numel(), group.q_len, tuple(tiles)
         )
 
-    def _tiles(self, columns: Tensor, k_len: int, join: int) -> list[Tile]:
+    def _tiles(self, columns: Tensor, k_len: int, join: int, skip: int = 0) -> list[Tile]:
         """All columns, in tiles of as many as the workspace holds."""
-        most, total = self.most_blocks, columns.shape[1]
-        return [
-            Tile(
-                columns[:, start : start + most],
-                min(k_len, (start + most) * self.size) - start * self.size,
-                is_causal=False,
-                join=join,
-            )
-            for start in range(0, total, most)
-        ]
+        most, tiles = self.most_blocks, []
+        for start in range(0, columns.shape[1], most):
+            first = start * self.size
+            skipped = max(0, skip - first)
+            length = min(skip + k_len - first, most * self.size) - skipped
+            tiles.append(Tile(columns[:, start : start + most], length, False, join, skipped))
+        return tiles
 
 
 def _runs(rows: Tensor) -> tuple[tuple[int, int], ...]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
-from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..core.pattern_cache import PatternCache
 from ..spec import DilatedSpec
-from .heads import Head, HeadBox, branch_heads, even_parts, fold_heads
+from .heads import Head, HeadBox, Part, even_parts, fold_heads
+from .segments import Range, Segments, branch_segments, crossing_segment, rows_within
 from .shape import Pass, Shape
 from .tiles import Origin, Tile
 
@@ -88,14 +87,12 @@ class Plan:
         return "\n".join(lines)
 
 
-class _Segments(NamedTuple):
-    """`num` segments of `length` positions, `period` apart; `window` is the clamped segment length."""
+class _Rows(NamedTuple):
+    """Which rows of a segment meet: (first, number) of queries and of keys, and phantom keys besides."""
 
-    start: int
-    num: int
-    period: int
-    length: int
-    window: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    phantom: int
 
 
 class _Place(NamedTuple):
@@ -117,6 +114,9 @@ def plan_dilated(
     docs: tuple[int, ...] | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     cache: PatternCache | None = None,
+    steps: int = 1,
+    part: Part | None = None,
+    lane: int | None = None,
 ) -> Plan:
     """The tiles of a call, cut so that packed copies (and accumulators) fit `workspace_bytes`.
 
@@ -124,20 +124,48 @@ def plan_dilated(
     (float32 sums of half precision, the branch outputs of detach_mixing's backward), the output is cut into
     panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
     over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
-    there may the workspace be exceeded.
+    there may the workspace be exceeded. With `steps`, the panels of a forward pass are that many equal parts
+    of the time, whatever segments they cut.
+
+    `part`: the positions and heads of `shape` are a part of a whole call; keys outside it are left out. With
+    `lane`, each panel is so many key/value heads over all the time at hand.
 
     Passes that need the same scratch share one entry of `cache`.
     """
+    part = Part.whole(shape) if part is None else part
+    steps = min(steps, shape.n) if direction == "forward" else 1
     scratch_rows = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
-    build = partial(_build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes)
+    build = partial(
+        _build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes, steps, part, lane
+    )
     if cache is None:
         return build()
     # The boundaries of many documents would make a key larger than its plan.
     packing = None if docs is None else blake2b(array("q", docs).tobytes()).digest()
-    plan: Plan = cache.get_or_build(
-        ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes), build
-    )
+    key = ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes, steps, part, lane)
+    plan: Plan = cache.get_or_build(key, build)
     return plan
+
+
+def plan_crossing(
+    spec: DilatedSpec,
+    shape: Shape,
+    part: Part,
+    keys: Range,
+    kv: Range,
+    *,
+    itemsize: int,
+    docs: tuple[int, ...] | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    first_index: int = 0,
+) -> tuple[Tile, ...]:
+    """The tiles of the queries at hand with keys in a range [from, to) of positions that are not at hand.
+
+    `kv` is (first, number) of the key/value heads, `first_index` the number of the first tile.
+    """
+    builder = _TileBuilder(spec, shape, part, docs, _row_bytes(shape, itemsize), workspace_bytes // 2)
+    builder.num_tiles = first_index
+    return tuple(builder.crossing_tiles((0, shape.b), kv, keys)) if shape.b else ()
 
 
 def _build_plan(
@@ -147,24 +175,31 @@ def _build_plan(
     scratch_rows: int,
     docs: tuple[int, ...] | None,
     workspace_bytes: int,
+    steps: int,
+    part: Part,
+    lane: int | None,
 ) -> Plan:
-    bounds = (0, shape.n) if docs is None else docs
-    spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
-    # Packed inputs and kernel results per query and per key row in backward; forward, with half of them,
-    # keeps to the same tiles: they stay in cache, and dropout can draw its masks again. Kernels may take half
-    # precision as float32.
-    row_bytes = shape.d * 4 * max(4, itemsize)
     scratch_bytes = scratch_rows * shape.d * max(4, itemsize)
-    blocks = _panel_blocks(spec, shape, spans, scratch_bytes, budget)
-    builder = _TileBuilder(spec, shape, row_bytes, budget)
+    builder = _TileBuilder(spec, shape, part, docs, _row_bytes(shape, itemsize), budget)
+    blocks = _panel_blocks(spec, shape, builder.spans, scratch_bytes, budget, steps, lane)
     panels = []
     for batch, num_batch, kv, num_kv, lo, hi in blocks:
         group = shape.h // shape.h_kv
-        tiles = tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), (lo, hi), spans))
+        time = (part.start + lo, part.start + hi)
+        tiles = tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), time))
         origin = (batch, lo, kv * group)
         panels.append(Panel(origin, num_batch, hi - lo, num_kv * group, kv, num_kv, tiles))
     return Plan(spec, shape, tuple(panels), builder.covers)
+
+
+def _row_bytes(shape: Shape, itemsize: int) -> int:
+    """Of a query or key row: packed inputs and kernel results of a backward pass.
+
+    Forward, with half of them, keeps to the same tiles: they stay in cache, and dropout can draw its masks
+    again. Kernels may take half precision as float32.
+    """
+    return shape.d * 4 * max(4, itemsize)
 
 
 def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates: bool) -> int:
@@ -176,15 +211,24 @@ def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates:
 
 
 def _panel_blocks(
-    spec: DilatedSpec, shape: Shape, spans: list[tuple[int, int]], per_kv_row: int, budget: int
+    spec: DilatedSpec,
+    shape: Shape,
+    spans: list[Range],
+    per_kv_row: int,
+    budget: int,
+    steps: int,
+    lane: int | None,
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(batch, count, kv head, count, time from, time to) of each panel; one panel if it needs no scratch."""
-    if not per_kv_row:
-        if shape.b:
-            yield 0, shape.b, 0, shape.h_kv, 0, shape.n
+    """(batch, count, kv head, count, time from, time to) of each panel; one a step if it needs no scratch."""
+    blocks = [(lo, lo + count) for lo, count in even_parts(shape.n, -(-shape.n // steps))]
+    if lane is not None or not per_kv_row:
+        for kv, num_kv in even_parts(shape.h_kv, lane or shape.h_kv) if shape.b else ():
+            for lo, hi in blocks:
+                yield 0, shape.b, kv, num_kv, lo, hi
         return
-    rows = max(1, budget // (per_kv_row * shape.h_kv))
-    blocks = list(_time_blocks(spec, spans, rows))
+    if steps == 1:
+        rows = max(1, budget // (per_kv_row * shape.h_kv))
+        blocks = list(_time_blocks(spec, spans, rows))
     longest = max(hi - lo for lo, hi in blocks)
     kv_fit = max(1, min(shape.h_kv, budget // (per_kv_row * longest)))
     batch_fit = max(1, budget // (per_kv_row * longest * shape.h_kv))
@@ -212,9 +256,20 @@ def _time_blocks(spec: DilatedSpec, spans: list[tuple[int, int]], rows: int) -> 
 class _TileBuilder:
     """Numbers the tiles of a plan as it makes them."""
 
-    def __init__(self, spec: DilatedSpec, shape: Shape, row_bytes: int, budget: int) -> None:
+    def __init__(
+        self,
+        spec: DilatedSpec,
+        shape: Shape,
+        part: Part,
+        docs: Sequence[int] | None,
+        row_bytes: int,
+        budget: int,
+    ) -> None:
         self.spec, self.row_bytes, self.budget = spec, row_bytes, budget
-        self.heads = [branch_heads(spec, i, shape.h, shape.h_kv) for i in range(len(spec.branches))]
+        self.time = (part.start, part.start + shape.n)
+        bounds = (0, part.n) if docs is None else docs
+        self.spans = [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
+        self.heads = [part.branch_heads(spec, i, shape) for i in range(len(spec.branches))]
         # Rate 1 first: it writes every row, which spares initial values and a merge.
         self.order = sorted(range(len(spec.branches)), key=lambda i: spec.dilation_rates[i] != 1)
         self.first_for_keys: dict[int, bool] = {}
@@ -233,47 +288,71 @@ class _TileBuilder:
         serving = [i for i in self.order if self.heads[i]]
         return all(self.spec.dilation_rates[i] == 1 and self.first_for_keys[i] for i in serving)
 
-    def panel_tiles(
-        self, batch: tuple[int, int], kv: tuple[int, int], time: tuple[int, int], spans: list[tuple[int, int]]
-    ) -> Iterator[Tile]:
+    def panel_tiles(self, batch: Range, kv: Range, time: Range) -> Iterator[Tile]:
+        """The tiles of queries in a range of time, for batches and key heads given as (first, number).
+
+        Their keys are those of the range, and of the segments it cuts those before and after, if they are at
+        hand.
+        """
+        before, after = (self.time[0], time[0]), (time[1], self.time[1])
         for branch in self.order:
-            heads = [head for head in self.heads[branch] if kv[0] <= head.kv < kv[0] + kv[1]]
-            for segments in _branch_segments(self.spec.segment_lengths[branch], time, spans):
+            heads = self._heads_of(branch, kv)
+            for segments in branch_segments(self.spec.segment_lengths[branch], time, self.spans):
                 yield from self._segment_tiles(branch, batch, segments, heads)
+            yield from self._crossing_tiles(branch, batch, heads, time, before)
+            yield from self._crossing_tiles(branch, batch, heads, time, after)
+
+    def crossing_tiles(self, batch: Range, kv: Range, keys: Range) -> Iterator[Tile]:
+        """The tiles of all queries at hand with keys elsewhere."""
+        for branch in self.order:
+            yield from self._crossing_tiles(branch, batch, self._heads_of(branch, kv), self.time, keys)
+
+    def _heads_of(self, branch: int, kv: Range) -> list[Head]:
+        return [head for head in self.heads[branch] if kv[0] <= head.kv < kv[0] + kv[1]]
+
+    def _crossing_tiles(
+        self, branch: int, batch: Range, heads: list[Head], queries: Range, keys: Range
+    ) -> Iterator[Tile]:
+        if self.spec.is_causal and keys[0] >= queries[1]:
+            return
+        segments = crossing_segment(self.spec.segment_lengths[branch], queries, keys, self.spans)
+        if segments is not None:
+            yield from self._segment_tiles(branch, batch, segments, heads)
 
     def _segment_tiles(
-        self, branch: int, batch: tuple[int, int], segments: _Segments, heads: list[Head]
+        self, branch: int, batch: Range, segments: Segments, heads: list[Head]
     ) -> Iterator[Tile]:
-        rate = self.spec.dilation_rates[branch]
-        by_rows: dict[int, list[Head]] = {}
+        spec, rate = self.spec, self.spec.dilation_rates[branch]
+        has_phantoms = spec.tail == "phantom" and not spec.is_causal and segments.is_own
+        meeting: dict[_Rows, list[Head]] = {}
         for head in heads:
-            by_rows.setdefault(-(-(segments.length - head.row) // rate), []).append(head)
-        for rows, same in by_rows.items():
-            if rows > 0:
-                for box in fold_heads(tuple(same)):
-                    yield from self._box_tiles(branch, batch, segments, rows, box)
+            queries, keys = (rows_within(x, head.row, rate) for x in (segments.queries, segments.keys))
+            phantom = 0
+            if has_phantoms:
+                phantom = -(-segments.window // rate) - rows_within((0, segments.length), head.row, rate)[1]
+            if queries[1] > 0 and keys[1] > 0:
+                meeting.setdefault(_Rows(queries, keys, phantom), []).append(head)
+        for rows, same in meeting.items():
+            for box in fold_heads(tuple(same)):
+                yield from self._box_tiles(branch, batch, segments, rows, box)
 
     def _box_tiles(
-        self, branch: int, batch: tuple[int, int], segments: _Segments, rows: int, box: HeadBox
+        self, branch: int, batch: Range, segments: Segments, rows: _Rows, box: HeadBox
     ) -> Iterator[Tile]:
-        group_fit = max(1, self.budget // (self.row_bytes * min(rows, GOOD_ROWS)) - 1)
+        most = max(rows.queries[1], rows.keys[1])
+        group_fit = max(1, self.budget // (self.row_bytes * min(most, GOOD_ROWS)) - 1)
         for first, group in even_parts(box.group, group_fit):
             head = box.first._replace(head=box.first.head + first * box.group_step)
             part = replace(box, first=head, group=group)
             yield from self._cut_box(branch, batch, segments, rows, part, opens_keys=first == 0)
 
     def _cut_box(
-        self,
-        branch: int,
-        batch: tuple[int, int],
-        segments: _Segments,
-        rows: int,
-        box: HeadBox,
-        opens_keys: bool,
+        self, branch: int, batch: Range, segments: Segments, rows: _Rows, box: HeadBox, opens_keys: bool
     ) -> Iterator[Tile]:
         row_bytes = self.row_bytes * (box.group + 1)  # the queries that share a key row, and that row
-        pieces = list(even_parts(rows, max(MIN_ROWS, min(MAX_ROWS, self.budget // row_bytes))))
-        units_fit = max(1, self.budget // (row_bytes * pieces[0][1]))
+        rows_fit = max(MIN_ROWS, min(MAX_ROWS, self.budget // row_bytes))
+        pieces = _pieces(rows.queries, rows_fit), _pieces(rows.keys, rows_fit)
+        units_fit = max(1, self.budget // (row_bytes * max(pieces[0][0][1], pieces[1][0][1])))
         boxes = list(box.split(min(units_fit, max(1, MAX_GRID // box.group))))
         segments_fit = min(segments.num, MAX_GRID, max(1, units_fit // boxes[0].num_units))
         batch_fit = 1
@@ -281,32 +360,33 @@ class _TileBuilder:
             batch_fit = max(1, min(MAX_GRID, units_fit // boxes[0].num_units) // segments_fit)
         for b, num_b in even_parts(batch[1], batch_fit):
             for s, num_s in even_parts(segments.num, segments_fit):
-                start = segments.start + s * segments.period
+                start = segments.start + s * segments.period - self.time[0]
                 where = _Place(batch[0] + b, num_b, start, num_s, segments.period)
                 for part in boxes:
-                    yield from self._row_tiles(branch, where, part, rows, pieces, segments.window, opens_keys)
+                    yield from self._row_tiles(
+                        branch, where, part, pieces, rows.phantom, segments.is_own, opens_keys
+                    )
 
     def _row_tiles(
         self,
         branch: int,
         where: _Place,
         box: HeadBox,
-        rows: int,
-        pieces: list[tuple[int, int]],
-        window: int,
+        pieces: tuple[list[Range], list[Range]],
+        phantom: int,
+        is_own: bool,
         opens_keys: bool,
     ) -> Iterator[Tile]:
-        """All (query piece, key piece) rectangles; under is_causal those at and below the diagonal."""
-        spec, rate = self.spec, self.spec.dilation_rates[branch]
-        phantom = -(-window // rate) - rows if spec.tail == "phantom" and not spec.is_causal else 0
-        for i, queries in enumerate(pieces):
-            for j, keys in enumerate(pieces[: i + 1] if spec.is_causal else pieces):
-                diagonal = spec.is_causal and i == j
+        """All (query piece, key piece) rectangles; of own keys under is_causal those up to the diagonal."""
+        spec, is_causal = self.spec, self.spec.is_causal and is_own
+        for i, queries in enumerate(pieces[0]):
+            for j, keys in enumerate(pieces[1][: i + 1] if is_causal else pieces[1]):
+                diagonal = is_causal and i == j
                 yield Tile(
                     self.num_tiles,
                     branch,
                     *where,
-                    rate,
+                    spec.dilation_rates[branch],
                     box,
                     *queries,
                     *keys,
@@ -314,30 +394,11 @@ class _TileBuilder:
                     phantom=phantom if j == 0 else 0,
                     first_for_queries=spec.head_mixing == "grouped" or branch == self.order[0],
                     first_for_keys=self.first_for_keys[branch],
-                    opens_queries=j == 0,
-                    opens_keys=opens_keys and (diagonal if spec.is_causal else i == 0),
+                    opens_queries=is_own and j == 0,
+                    opens_keys=is_own and opens_keys and (diagonal if is_causal else i == 0),
                 )
                 self.num_tiles += 1
 
 
-def _branch_segments(window: int, time: tuple[int, int], spans: list[tuple[int, int]]) -> list[_Segments]:
-    """The segments of a branch inside a panel's time, equal neighbours (also across documents) together."""
-    groups: list[_Segments] = []
-    first = bisect_right(spans, time[0], key=itemgetter(0)) - 1
-    after = bisect_left(spans, time[1], key=itemgetter(0))
-    for span_lo, span_hi in spans[first:after]:
-        lo, hi = max(span_lo, time[0]), min(span_hi, time[1])
-        clamped = min(window, span_hi - span_lo)
-        full, rest = divmod(hi - lo, clamped)
-        for new in (
-            _Segments(lo, full, clamped, clamped, clamped),
-            _Segments(lo + full * clamped, 1, clamped, rest, clamped),
-        ):
-            last = groups[-1] if groups else None
-            if not new.num or not new.length:
-                continue
-            if last and last[2:] == new[2:] and new.start == last.start + last.num * last.period:
-                groups[-1] = last._replace(num=last.num + new.num)
-            else:
-                groups.append(new)
-    return groups
+def _pieces(rows: tuple[int, int], at_most: int) -> list[tuple[int, int]]:
+    return [(rows[0] + first, count) for first, count in even_parts(rows[1], at_most)]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..spec import DilatedSpec
+from .shape import Shape
 
 
 class Head(NamedTuple):
@@ -96,6 +97,30 @@ def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: i
         offsets = {h: h % rate for h in heads}
     per_kv = num_heads // num_kv_heads
     return [Head(h, offsets[h], h // per_kv) for h in heads]
+
+
+class Part(NamedTuple):
+    """What of a whole call is at hand: positions from `start` of `n`, heads from `head` of `num_heads`."""
+
+    n: int
+    start: int
+    num_heads: int
+    head: int
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Part:
+        return cls(shape.n, 0, shape.h, 0)
+
+    def branch_heads(self, spec: DilatedSpec, branch: int, shape: Shape) -> list[Head]:
+        """The heads of a branch that are at hand, counted from the first of them."""
+        per_kv = shape.h // shape.h_kv
+        heads = branch_heads(spec, branch, self.num_heads, self.num_heads // per_kv)
+        first_kv = self.head // per_kv
+        return [
+            Head(head - self.head, row, kv - first_kv)
+            for head, row, kv in heads
+            if self.head <= head < self.head + shape.h
+        ]
 
 
 @lru_cache(maxsize=1024)

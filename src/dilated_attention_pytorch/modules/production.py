@@ -1,0 +1,202 @@
+"""`RingDilatedAttentionProduction`: the ring with the switches of long runs, in one configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..attention_op import without_autocast
+from ..core import AttentionBufferManager, MemoryPool
+from ..core.attention_buffer_manager import Settings, shared_buffer_manager
+from ..core.blocks import check_flags
+from ..core.host_memory import describe_bytes, device_memory
+from ..ring.schedule import STRATEGIES
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, one_of
+from .ring import RingDilatedAttentionV2, RingOptions
+
+LOGGER = logging.getLogger("dilated_attention_pytorch")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class RingAttentionConfig:
+    """What `RingDilatedAttentionProduction` does.
+
+    Args:
+        segment_lengths, dilation_rates, dropout: as in `DilatedAttention`.
+        ring_size, timeout, strategy: as in `RingDilatedAttentionV2`.
+        use_gradient_checkpointing: in training only the inputs are kept for the backward pass, which attends
+            once more; for the output and its log-sum-exp, the memory of one of the inputs.
+        memory_pool_size: the most idle buffers that the pool keeps, as in `MemoryPool`; None sets no limit
+            beside its bytes, 0 keeps nothing. Modules of one size share a pool.
+        enable_error_recovery: a call that runs out of memory frees what is idle and is tried again, then in
+            smaller tiles (not with dropout, whose masks depend on them); False raises the first error. In a
+            ring of several processes the first error is raised, whatever this says, for a process that tried
+            again on its own would be out of step; the others raise RingError, at the latest after `timeout`.
+        mixed_precision: True attends in bfloat16, or give torch.float16; the output has the dtype of the
+            query again. As under autocast, float64 stays.
+        log_memory_usage: after each call the logger "dilated_attention_pytorch" says, at level INFO, what the
+            pool holds and what the device has left.
+    """
+
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES
+    dropout: float = 0.0
+    ring_size: int | None = None
+    timeout: float | timedelta | None = None
+    strategy: str = "auto"
+    use_gradient_checkpointing: bool = False
+    memory_pool_size: int | None = 10
+    enable_error_recovery: bool = True
+    mixed_precision: bool | torch.dtype = False
+    log_memory_usage: bool = False
+
+    def __post_init__(self) -> None:
+        spec = DilatedSpec(self.segment_lengths, self.dilation_rates, dropout_p=self.dropout)
+        # As tuples, so that equal configurations are equal and hashable.
+        object.__setattr__(self, "segment_lengths", spec.segment_lengths)
+        object.__setattr__(self, "dilation_rates", spec.dilation_rates)
+        RingOptions(self.ring_size, None, self.timeout)  # checks them
+        one_of("strategy", self.strategy, STRATEGIES)
+        size = self.memory_pool_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+            raise ValueError(f"memory_pool_size must be an integer of 0 or more, or None, got {size!r}")
+        names = ("use_gradient_checkpointing", "enable_error_recovery", "log_memory_usage")
+        check_flags(**{name: getattr(self, name) for name in names})
+        if not isinstance(self.mixed_precision, bool) and self.mixed_precision not in _LOW_PRECISION:
+            rule = "mixed_precision must be a bool, torch.bfloat16 or torch.float16"
+            raise TypeError(f"{rule}, got {self.mixed_precision!r}")
+
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """The dtype in which calls attend, if it is not that of their inputs."""
+        if isinstance(self.mixed_precision, bool):
+            return torch.bfloat16 if self.mixed_precision else None
+        return self.mixed_precision
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """`RingDilatedAttentionV2` as a `RingAttentionConfig` says, with its scratch and large results pooled.
+
+    Args:
+        config: all of the configuration. Without it, its fields are given by name.
+        options: other options of `RingDilatedAttentionV2`, such as group, softmax_scale or lightweight_pool.
+    """
+
+    def __init__(self, config: RingAttentionConfig | None = None, **options: Any) -> None:
+        names = [each.name for each in fields(RingAttentionConfig) if each.name in options]
+        given = {name: options.pop(name) for name in names}
+        if config is None:
+            config = RingAttentionConfig(**given)
+        elif not isinstance(config, RingAttentionConfig):
+            raise TypeError(f"config must be a RingAttentionConfig or None, got {config!r}")
+        elif given:
+            raise ValueError(f"config is the whole configuration, got {', '.join(given)} beside it")
+        if not options.pop("enable_memory_pool", True):
+            raise ValueError(
+                "the memory of this module is pooled (memory_pool_size=0 keeps nothing), got "
+                "enable_memory_pool=False"
+            )
+        settings = Settings(
+            lightweight=options.get("lightweight_pool", False),
+            retries=config.enable_error_recovery,
+            pool_size=config.memory_pool_size,
+        )
+        # Before the other options, whose checks ask where the memory comes from.
+        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "_manager", shared_buffer_manager(settings))
+        super().__init__(
+            config.segment_lengths,
+            config.dilation_rates,
+            dropout=config.dropout or None,  # so that attention_dropout is the same option
+            ring_size=config.ring_size,
+            timeout=config.timeout,
+            strategy=config.strategy,
+            enable_memory_pool=True,
+            **options,
+        )
+
+    config: RingAttentionConfig
+    _manager: AttentionBufferManager
+
+    @property
+    def memory_pool(self) -> MemoryPool:
+        """Where scratch and large results come from; shared by the modules of one `memory_pool_size`."""
+        return self._manager.pool
+
+    @property
+    def _memory_pool(self) -> MemoryPool:
+        return self._manager.pool
+
+    @property
+    def _memory(self) -> str:
+        return self._manager.name
+
+    def get_memory_stats(self) -> dict[str, Any]:
+        """The statistics of `memory_pool` and `pattern_cache` (empty without one); idle `buffers` by type.
+
+        Each of `buffers` is (number, bytes). Pool and cache serve other modules, too.
+        """
+        cache = self._pattern_cache
+        return {
+            "memory_pool": self.memory_pool.get_stats(),
+            "buffers": self.memory_pool.idle_buffers(),
+            "pattern_cache": {} if cache is None else cache.get_stats(),
+        }
+
+    def clear_caches(self) -> None:
+        """Frees what is idle in the pool and drops all plans of the pattern cache, of other modules too."""
+        self.memory_pool.clear()
+        if self._pattern_cache is not None:
+            self._pattern_cache.clear()
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        call = (query, key, value, is_causal, mask)
+        if self.config.use_gradient_checkpointing and torch.is_grad_enabled():
+            drops = self._dropout_now > 0
+            out: Tensor = checkpoint(self._attend_cast, *call, use_reentrant=False, preserve_rng_state=drops)
+        else:
+            out = self._attend_cast(*call)
+        if self.config.log_memory_usage:
+            self._log_memory(out)
+        return out
+
+    def _attend_cast(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        low, tensors = self.config.low_precision, (query, key, value)
+        if low is None or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+            return super()._attend(*tensors, is_causal, mask)  # which rejects what are not tensors
+        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in tensors)
+        with without_autocast(query.device):  # whose dtype may be another
+            return super()._attend(q, k, v, is_causal, mask).to(query.dtype)
+
+    # A log record is no part of a graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _log_memory(self, out: Tensor) -> None:
+        stats, memory = self.memory_pool.get_stats(), device_memory(out.device)
+        LOGGER.info(
+            "attention over %s %s on %s: the pool holds %s, %s of it idle, at most %s so far; %s available",
+            tuple(out.shape),
+            out.dtype,
+            out.device,
+            describe_bytes(stats["total_allocated"]),
+            describe_bytes(stats["cached_bytes"]),
+            describe_bytes(stats["peak_allocated"]),
+            describe_bytes(None if memory is None else memory.available),
+        )
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        config, usual = self.config, RingAttentionConfig()
+        shown = fields(config)[6:]  # the others are those of the base
+        changed = {each.name: (getattr(config, each.name), getattr(usual, each.name)) for each in shown}
+        return {**super()._changed(), "enable_memory_pool": (True, True), **changed}

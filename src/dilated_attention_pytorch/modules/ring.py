@@ -1,0 +1,232 @@
+"""Dilated attention over a sequence that the processes of a group share: its options kept in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import dilated_attention
+from ..plan import DEFAULT_WORKSPACE_BYTES
+from ..ring import group_size, plan_ring, ring_dilated_attention
+from ..ring.comm import Group, find_ring
+from ..ring.schedule import STRATEGIES
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
+from .attention import DilatedAttention
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """The processes that share a module's sequences, and in how many steps they go around.
+
+    Args:
+        asked_size: steps of the whole ring, a multiple of the number of processes; None is one a process.
+        group: a process group, a 1-D device mesh, or None for the default group; without torch.distributed
+            this process alone.
+        timeout: seconds, or a timedelta, that a transfer may take; None leaves it to the group.
+    """
+
+    asked_size: int | None = None
+    group: Group = None
+    timeout: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        size = self.asked_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"ring_size must be a positive integer or None, got {size!r}")
+        find_ring(self.group, self.timeout)  # which checks them
+
+    @property
+    def num_processes(self) -> int:
+        return int(self._count())
+
+    # Compilers cannot look into a group, whose size is constant.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _count(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def size(self) -> int:
+        return self.num_processes if self.asked_size is None else self.asked_size
+
+    @property
+    def steps(self) -> int:
+        """Of each process, in which its keys travel or, alone, its queries are attended."""
+        self.check()
+        return self.size // self.num_processes
+
+    def check(self) -> None:
+        """Raises where the size does not fit the group, which may be known only when a call is made."""
+        if self.size % self.num_processes:
+            raise ValueError(
+                "the processes share the ring, so that their number must divide ring_size, got "
+                f"{self.num_processes} processes and ring_size={self.size}"
+            )
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """(value, default) of its options, by their names in modules."""
+        return {
+            "ring_size": (self.asked_size, None),
+            "group": (self.group, None),
+            "timeout": (self.timeout, None),
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingOptions:
+        return self  # a group cannot be copied: the copies of a module belong to the same one
+
+
+# Compilers cannot look into a group, nor trace transfers: they break the graph here.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_part(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    out: Tensor = ring_dilated_attention(query, key, value, **options)
+    return out
+
+
+class RingDilatedAttentionV2(DilatedAttention):
+    """`DilatedAttention` over a sequence of which each process of a group holds a contiguous part.
+
+    With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...),
+    in the order of the ranks; parts may differ in length. All processes must call it, with the same options.
+    See `ring_dilated_attention`, and `shard_sequence` for the parts. In one process it computes what
+    `DilatedAttention` does, to the last rounding.
+
+    Args:
+        ring_size: steps in which a call goes around the ring, by default one for each process; a multiple of
+            their number. More steps mean smaller buffers: of `ring_size // processes` parts a process's keys
+            travel one by one. One process alone attends its queries in so many parts.
+        group: a process group, a 1-D device mesh, or None for the default group; without torch.distributed
+            this process alone. A copy of the module belongs to the same group; with a group it cannot be
+            pickled.
+        strategy: "ring", "ulysses", or "auto" for the cheaper one; nothing to choose in one process.
+        timeout: seconds, or a timedelta, that a transfer may take; None leaves it to the group.
+        options: those of `DilatedAttention`. With several processes a call that runs out of memory raises and
+            is not tried again, whatever `enable_memory_pool` says: the others would wait for it.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        ring_size: int | None = None,
+        group: Group = None,
+        strategy: str = "auto",
+        timeout: float | timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
+        one_of("strategy", strategy, STRATEGIES)
+        self.strategy = strategy
+        self.ring = RingOptions(ring_size, group, timeout)
+        self.ring.check()
+
+    @property
+    def ring_size(self) -> int:
+        return self.ring.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence: the group has more than one process."""
+        return self.ring.num_processes > 1
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        options, ring = self._call_options(is_causal, mask), self.ring
+        attend: Callable[..., Tensor] = dilated_attention
+        if self.is_sharded:
+            attend = _attend_part
+            options |= {"group": ring.group, "strategy": self.strategy, "timeout": ring.timeout}
+        return attend(query, key, value, **options, steps=ring.steps)
+
+    def get_memory_estimate(
+        self,
+        seq_len: int,
+        batch_size: int = 1,
+        num_heads: int = 8,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        *,
+        num_processes: int | None = None,
+    ) -> dict[str, int]:
+        """Bytes of a forward call in the process that needs most, for `seq_len` tokens over all processes.
+
+        Args:
+            num_processes: of the ring, by default those of the group; any number can be planned on paper.
+
+        Returns:
+            `inputs` (query, key and value), `outputs` (and log-sum-exp), `workspace` (at most) and
+            `communication`, and their `total`. With strategy "auto", of the strategy that needs more.
+        """
+        spec = self.spec
+        candidates: Any = ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,)
+        schedules = [
+            plan_ring(
+                spec.segment_lengths,
+                spec.dilation_rates,
+                seq_len,
+                num_ranks=self.ring.num_processes if num_processes is None else num_processes,
+                num_heads=num_heads,
+                head_dim=head_dim,
+                batch_size=batch_size,
+                dtype=dtype,
+                head_mixing=spec.head_mixing,
+                head_offsets=spec.head_offsets,
+                strategy=strategy,
+                workspace_bytes=self.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
+            )
+            for strategy in candidates
+        ]
+        needs = [schedule.memory(rank) for schedule in schedules for rank in range(schedule.num_ranks)]
+        most = max(needs, key=lambda memory: memory.total)
+        return {**most._asdict(), "total": most.total}
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        return {**super()._changed(), **self.ring.changed(), "strategy": (self.strategy, "auto")}
+
+
+class RingDilatedAttentionV3(RingDilatedAttentionV2):
+    """`RingDilatedAttentionV2` that says where the pattern cache keeps what it copied to a device.
+
+    Args:
+        cache_on_gpu: copies of cached patterns on the device of a call are kept for the next one. By default
+            whenever there is a pattern cache; False copies them anew. The cache serves all modules, and so
+            does this switch: it is on as soon as one of them asks for it. The plans of dilated attention hold
+            no tensors and serve every device as they are.
+        options: those of `RingDilatedAttentionV2`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        cache_on_gpu: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
+        if cache_on_gpu is not None and not isinstance(cache_on_gpu, bool):
+            raise TypeError(f"cache_on_gpu must be a bool or None, got {cache_on_gpu!r}")
+        if cache_on_gpu and not self.use_pattern_cache:
+            raise ValueError("cache_on_gpu is a way to use the pattern cache, got use_pattern_cache=False")
+        self.cache_on_gpu = self.use_pattern_cache if cache_on_gpu is None else cache_on_gpu
+        self._switch_on()
+
+    def _switch_on(self) -> None:
+        if self.cache_on_gpu and self._pattern_cache is not None:
+            self._pattern_cache.cache_on_gpu = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._switch_on()
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        return {**super()._changed(), "cache_on_gpu": (self.cache_on_gpu, self.use_pattern_cache)}

@@ -1,0 +1,24 @@
+"""WHERE rows live: attention over sequences that several processes hold in parts."""
+
+from .attention import ring_dilated_attention
+from .block_sparse import ring_block_sparse_attention
+from .comm import RingError, Traffic, group_size, ring_traffic
+from .schedule import RingSchedule, even_shards, plan_ring
+from .shards import shard_bounds, shard_lengths_of, shard_positions, shard_sequence, unshard_sequence
+
+__all__ = [
+    "RingError",
+    "RingSchedule",
+    "Traffic",
+    "even_shards",
+    "group_size",
+    "plan_ring",
+    "ring_block_sparse_attention",
+    "ring_dilated_attention",
+    "ring_traffic",
+    "shard_bounds",
+    "shard_lengths_of",
+    "shard_positions",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,373 @@
+"""Dilated attention over a sequence whose parts lie on several ranks: exact, whatever the shards cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .. import engine
+from ..attention_op import attention_inputs, without_autocast
+from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
+from ..core.blocks import check_flags
+from ..core.pattern_cache import get_global_pattern_cache
+from ..engine import Gradients, Inputs
+from ..functional import dilated_attention
+from ..ops import Options, document_bounds
+from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Plan, Shape, Tile, plan_crossing, plan_dilated
+from ..plan.shape import Pass
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
+from .agreement import agree, check_alone, lend_workspace
+from .comm import Group, Ring, digest, find_ring
+from .exchange import Exchange, Piece
+from .schedule import STRATEGIES, RingSchedule
+from .ulysses import to_heads, to_tokens
+
+_TILES_A_ROUND = 2**24  # so that the numbers of tiles, from which dropout draws, differ
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of a rank's call."""
+
+    ring: Ring
+    schedule: RingSchedule
+    options: Options
+    part: Part
+    travels: bool  # whether keys do
+
+    def plan(self, q: Tensor, k: Tensor, direction: Pass) -> Plan:
+        b, n, h, d = q.shape
+        return plan_dilated(
+            self.schedule.spec,
+            Shape(b, n, h, k.shape[2], d),
+            itemsize=q.element_size(),
+            direction=direction,
+            docs=self.schedule.docs,
+            workspace_bytes=self.options.workspace_bytes,
+            cache=get_global_pattern_cache() if self.options.use_pattern_cache else None,
+            part=self.part,
+            lane=self.schedule.lanes[0][1] if self.schedule.strategy == "ring" else None,
+        )
+
+    def elsewhere(self, inputs: Inputs, direction: Pass) -> _Elsewhere | None:
+        return _Elsewhere(self, inputs, direction) if self.travels else None
+
+
+class _Elsewhere:
+    """The keys of other ranks, for the engine."""
+
+    def __init__(self, call: _Call, inputs: Inputs, direction: Pass) -> None:
+        self.call, self.inputs = call, inputs
+        self.exchange = Exchange(call.ring, call.schedule, inputs, direction)
+
+    def pieces(self, panel: Panel) -> Iterator[engine.Piece]:
+        for piece in self.exchange.pieces((panel.kv_first, panel.kv_heads)):
+            yield self._with_tiles(piece)
+
+    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[engine.Piece]:
+        first = panel.kv_first - sums.kv_origin[2]
+        dk, dv = (x[:, :, first : first + panel.kv_heads] for x in (sums.dk, sums.dv))
+        for piece in self.exchange.pieces_with_gradients((panel.kv_first, panel.kv_heads), dk, dv):
+            yield self._with_tiles(piece)
+
+    def _with_tiles(self, piece: Piece) -> _TiledPiece:
+        call, q = self.call, self.inputs.q
+        b, n, h, d = q.shape
+        tiles = plan_crossing(
+            call.schedule.spec,
+            Shape(b, n, h, self.inputs.k.shape[2], d),
+            call.part,
+            piece.transfer.keys,
+            piece.lane,
+            itemsize=q.element_size(),
+            docs=call.schedule.docs,
+            workspace_bytes=call.options.workspace_bytes,
+            first_index=(piece.number + 1) * _TILES_A_ROUND,
+        )
+        return _TiledPiece(tiles, piece, call.part.start)
+
+
+@dataclass(frozen=True)
+class _TiledPiece:
+    """A piece, and the tiles in which dilated attention meets it."""
+
+    tiles: tuple[Tile, ...]
+    piece: Piece
+    start: int
+
+    def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        k, v, mask = self.piece.gather(self._index(tile), inputs)
+        shape = tile.k_shape(k.shape[-1])
+        return k.view(shape), v.view(shape), None if mask is None else mask.view(shape[:3])
+
+    def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
+        self.piece.add(self._index(tile), dk, dv)
+
+    def _index(self, tile: Tile) -> Tensor:
+        """The numbers of a tile's keys among the rows of the piece, in the order of its packed keys."""
+        device = self.piece.keys.device
+        rows = torch.arange(tile.k_first, tile.k_first + tile.k_count, device=device) * tile.rate
+        first = self.start + tile.start
+        heads = list(tile.heads)[:: tile.heads.group]
+        numbers = torch.cat([self.piece.numbers(head.kv, rows + (first + head.row)) for head in heads])
+        batches = torch.arange(tile.batch, tile.batch + tile.num_batch, device=device)
+        return (batches[:, None] * self.piece.batch_step + numbers).flatten()
+
+
+class _Attention(torch.autograd.Function):
+    """The engine on the part of a call that is at hand, with the keys that travel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        seed: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor, Tensor]:
+        direction: Pass = "backward" if call.options.dropout_p else "forward"  # both must cut the same tiles
+        with without_autocast(q.device), lend_workspace(call.options.memory, q.device) as workspace:
+            inputs = attention_inputs(call.options, q, k, v, key_mask, seed, workspace)
+            elsewhere = call.elsewhere(inputs, "forward")
+            out, lse = engine.forward(call.plan(q, k, direction), inputs, elsewhere)
+            if elsewhere is not None:
+                elsewhere.exchange.finish()
+        ctx.save_for_backward(q, k, v, key_mask, seed, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, key_mask, seed, out, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        # Also without a gradient of its own: the others wait for this rank.
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        with without_autocast(q.device), lend_workspace(call.options.memory, q.device) as workspace:
+            inputs = attention_inputs(call.options, q, k, v, key_mask, seed, workspace)
+            elsewhere = call.elsewhere(inputs, "backward")
+            plan = call.plan(q, k, "backward")
+            dq, dk, dv = engine.backward(plan, inputs, out, lse, grad_out, grad_lse, elsewhere)
+            if elsewhere is not None:
+                elsewhere.exchange.finish()
+        return dq, dk, dv, None, None, None
+
+
+# Transfers cannot be traced: compilers break the graph here.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: _Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    ring, schedule = call.ring, call.schedule
+    seed = None
+    if call.options.dropout_p:
+        drawn = torch.randint(2**61, (1,), device="cpu")  # ranks that share a seed must not share masks
+        seed = (drawn + ring.rank * 2**50) % 2**62
+    if schedule.strategy == "ring":
+        if not q.shape[1]:
+            out, lse = q + 0 * (k.sum() + v.sum()), q.sum(-1).transpose(1, 2)
+            return (out, lse.to(torch.promote_types(q.dtype, torch.float32))) if return_lse else out
+        out, lse = _Attention.apply(q, k, v, key_mask, seed, call)
+        return (out, lse) if return_lse else out
+    heads, mask = to_heads(ring, schedule, (q, k, v), key_mask)
+    if heads[0].shape[2]:
+        out, lse = _Attention.apply(*heads, mask, seed, call)
+    else:  # more ranks than key heads: nothing to attend, but gradients to pass on
+        out = heads[0] + heads[1].sum() + heads[2].sum()
+        lse = out.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    if not return_lse:
+        return to_tokens(ring, schedule, (out,))[0]
+    out, lse = to_tokens(ring, schedule, (out, lse.transpose(1, 2).unsqueeze(-1)))
+    return out, lse.squeeze(-1).transpose(1, 2)
+
+
+@overload
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+
+
+@overload
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    group: Group = None,
+    strategy: str = "auto",
+    shard_lengths: Sequence[int] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    tail: Tail = "exact",
+    detach_mixing: bool = False,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    memory: str = "fresh",
+    use_pattern_cache: bool = True,
+    timeout: float | timedelta | None = None,
+    steps: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dilated_attention` over a sequence of which each rank of a group holds a contiguous part.
+
+    Equals `dilated_attention` of the whole sequence, forward and gradients, for shards of any lengths.
+    Segments within a shard need no communication. Of segments that several ranks share, each rank receives
+    the keys and values that its own queries select, each once, while it computes with those it has.
+
+    All ranks of the group call it, with the same options, and all of them run backward if one does.
+
+    Args:
+        q: (b, n_local, h, d), this rank's tokens; n_local may differ between ranks and be 0 on some.
+        k, v: (b, n_local, h_kv, d).
+        segment_lengths, dilation_rates: of the whole sequence, as in `dilated_attention`.
+        group: a process group or one-dimensional DeviceMesh, by default all ranks; positions follow the order
+            of its ranks. Without torch.distributed the call is `dilated_attention`.
+        strategy: "ring" moves the keys that are needed; "ulysses" exchanges tokens for heads, so that each
+            rank attends all tokens of some heads; "auto" takes what the schedule finds cheaper.
+        shard_lengths: tokens of every rank, checked if given; else the ranks ask each other.
+        key_mask: (b, n_local) bool of the local keys, on all ranks or on none.
+        cu_seqlens: boundaries of documents in the whole sequence, the same on every rank.
+        workspace_bytes: as in `dilated_attention`; what travels at a time takes as much again at most, but
+            for single keys of one head.
+        timeout: seconds, or a timedelta, that a transfer may take; by default what the group was made with.
+        steps: the keys of a rank travel in at least so many parts.
+        Others: as in `dilated_attention`. `detach_mixing` needs "ulysses". With `dropout_p` each rank
+            draws its own masks.
+
+    Returns:
+        out (b, n_local, h, d); with `return_lse` also lse (b, h, n_local).
+
+    Raises RingError if a rank dies or a transfer takes too long, and ValueError, on all ranks, if they were
+    called with different arguments.
+    """
+    ring = find_ring(group, timeout)
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "head_mixing": head_mixing,
+        "head_offsets": head_offsets,
+        "tail": tail,
+        "detach_mixing": detach_mixing,
+    }
+    execution = {
+        "kernel": kernel,
+        "workspace_bytes": workspace_bytes,
+        "memory": memory,
+        "use_pattern_cache": use_pattern_cache,
+    }
+    if ring is None or ring.size == 1:
+        one_of("strategy", strategy, STRATEGIES)
+        check_alone(shard_lengths, q)
+        return dilated_attention(  # type: ignore[no-any-return, call-overload]
+            *(q, k, v, segment_lengths, dilation_rates),
+            **options,
+            **execution,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            return_lse=return_lse,
+            steps=steps,
+        )
+    with agree(ring, q) as agreement:
+        spec = DilatedSpec(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
+        q, k, v = autocast_inputs(q, k, v)
+        check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
+        refuse_forward_mode("ring_dilated_attention", q, k, v)
+        check_execution(**execution)  # type: ignore[arg-type]
+        check_flags(return_lse=return_lse)
+        check_positive_int("steps", steps)
+        one_of("strategy", strategy, STRATEGIES)
+        if detach_mixing and strategy == "ring":
+            raise ValueError(
+                "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
+                'strategy must be "ulysses" or "auto", got "ring"'
+            )
+        documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+        settings = digest(replace(spec, is_causal=False, dropout_p=0.0), return_lse, documents)
+        lengths = agreement.of(
+            q,
+            k,
+            v,
+            key_mask,
+            shard_lengths,
+            is_causal=int(is_causal),
+            strategy=STRATEGIES.index(strategy),
+            workspace_bytes=workspace_bytes,
+            steps=steps,
+            dropout_p=digest(spec.dropout_p),
+            settings=settings,
+        )
+    b, _, h, d = q.shape
+    n = sum(lengths)
+    schedule = RingSchedule(
+        Shape(b, n, h, k.shape[2], d),
+        lengths,
+        q.element_size(),
+        key_mask is not None,
+        workspace_bytes,
+        steps,
+        spec=spec,
+        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
+        strategy="ulysses" if strategy == "ulysses" or detach_mixing else "ring",
+    )
+    if strategy == "auto" and not detach_mixing:
+        other = replace(schedule, strategy="ulysses")
+        schedule = other if other.cost < schedule.cost else schedule
+    start = schedule.shard(ring.rank)[0]
+    part = Part(n, start, h, 0)
+    if schedule.strategy == "ulysses":
+        part = Part(n, 0, h, sum(schedule.head_shares[: ring.rank]) * (h // k.shape[2]))
+    call = _Call(
+        ring,
+        schedule,
+        Options(
+            spec.segment_lengths,
+            spec.dilation_rates,
+            spec.is_causal,
+            1.0 / math.sqrt(d) if spec.scale is None else spec.scale,
+            spec.dropout_p,
+            spec.head_mixing,
+            spec.head_offsets,
+            spec.tail,
+            spec.detach_mixing,
+            **execution,  # type: ignore[arg-type]
+            steps=1,
+        ),
+        part,
+        travels=schedule.strategy == "ring" and bool(schedule.rounds(ring.rank)),
+    )
+    return _attend(q, k, v, key_mask, call, return_lse)  # type: ignore[no-any-return]

@@ -1,0 +1,196 @@
+"""Processes that talk to each other: the only user of torch.distributed.
+
+Transfers are point to point and non-blocking. Whatever goes wrong, a peer that dies, hangs or was called with
+other arguments, becomes an error on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any  # a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group
+Message = tuple[int, Tensor]  # (peer, what it sends or gets)
+
+
+class RingError(RuntimeError):
+    """A transfer between the ranks of a group failed or took longer than the timeout."""
+
+
+@dataclass
+class Traffic:
+    """What went over a group since the last `reset`: keys, values, masks and gradients, no agreements."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0  # sent
+
+    def reset(self) -> None:
+        self.received_bytes = self.sent_bytes = self.messages = 0
+
+
+_TRAFFIC: dict[str, Traffic] = {}  # by the name of the group
+
+
+class Pending(NamedTuple):
+    """Transfers that are under way."""
+
+    ring: Ring
+    what: str
+    arriving: list[tuple[str, dist.Work]]
+    leaving: list[tuple[str, dist.Work]]
+
+    def wait_arrived(self) -> None:
+        self._wait(self.arriving)
+
+    def wait_left(self) -> None:
+        self._wait(self.leaving)
+
+    def _wait(self, works: list[tuple[str, dist.Work]]) -> None:
+        self.ring.wait(works, self.what)
+        works.clear()  # gloo would wait for ever the second time
+
+
+class Ring:
+    """This process as a member of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = _TRAFFIC.setdefault(str(group.group_name), Traffic())
+
+    def __str__(self) -> str:
+        ranks = dist.get_process_group_ranks(self.group)
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"group {self.group.group_name!r} of {self.size} ranks ({shown})"
+
+    def start(self, what: str, receives: Sequence[Message], sends: Sequence[Message]) -> Pending:
+        """Begins transfers of contiguous tensors; peers must begin theirs in the same order."""
+        ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
+        names = [f"from rank {peer}" for peer, _ in receives] + [f"to rank {peer}" for peer, _ in sends]
+        if not ops:
+            return Pending(self, what, [], [])
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._failure(what, ", ".join(names), error) from error
+        self.traffic.received_bytes += sum(x.nbytes for _, x in receives)
+        self.traffic.sent_bytes += sum(x.nbytes for _, x in sends)
+        self.traffic.messages += len(sends)
+        if len(works) != len(ops):  # a backend may join what is started together
+            return Pending(self, what, [(", ".join(names), work) for work in works], [])
+        named = list(zip(names, works, strict=True))
+        return Pending(self, what, named[: len(receives)], named[len(receives) :])
+
+    def wait(self, works: Iterable[tuple[str, dist.Work]], what: str) -> None:
+        for name, work in works:
+            try:
+                work.wait() if self.timeout is None else work.wait(self.timeout)
+            except RuntimeError as error:
+                raise self._failure(what, name, error) from error
+
+    def gather(self, values: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
+        """The values of all ranks."""
+        place = torch.device("cpu") if _takes_cpu(self.group) else device
+        mine = torch.tensor(values, dtype=torch.int64, device=place)
+        table = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(table, mine, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._failure(what, "all ranks", error) from error
+        self.wait([("all ranks", work)], what)
+        return [x.tolist() for x in table]
+
+    def agree(
+        self, facts: Mapping[str, int], own: Mapping[str, int], device: torch.device
+    ) -> dict[str, list[int]]:
+        """Checks that all ranks call with the same facts, and returns the `own` ones of every rank."""
+        # The first value is 0 on a rank that refuses its arguments.
+        table = self.gather([1, *facts.values(), *own.values()], device, "agreeing on a call")
+        if refusing := [rank for rank, row in enumerate(table) if not row[0]]:
+            raise ValueError(f"rank {refusing[0]} of {self} refused its arguments; its own error says why")
+        for i, name in enumerate(facts, start=1):
+            column = [row[i] for row in table]
+            other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
+            if other is not None:
+                shown = column[0], column[other]
+                values = (
+                    f": {shown[0]} on rank 0 and {shown[1]} on rank {other}"
+                    if max(shown) < 2**40
+                    else (f": rank {other} differs from rank 0")
+                )
+                raise ValueError(f"the ranks of {self} must agree on {name}{values}")
+        first = 1 + len(facts)
+        return {name: [row[first + i] for row in table] for i, name in enumerate(own)}
+
+    def refuse(self, num_values: int, device: torch.device) -> None:
+        """Tells the others, which wait in `agree`, that this rank's arguments are wrong."""
+        self.gather([0] * (1 + num_values), device, "refusing a call")
+
+    def _failure(self, what: str, name: str, error: Exception) -> RingError:
+        within = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
+        return RingError(f"{self}, {what}: the transfer {name} failed{within}: {error}")
+
+
+def find_ring(group: Group = None, timeout: float | timedelta | None = None) -> Ring | None:
+    """This process as a member of the group; None if it stands alone (torch.distributed is not in use)."""
+    limit = _check_timeout(timeout)
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ValueError("a group needs torch.distributed to be initialised, and it is not")
+        return None
+    group = dist.group.WORLD if group is None else group
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(f"a ring is a one-dimensional mesh, got one of {group.ndim} dimensions: {group}")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise ValueError(f"this process, rank {dist.get_rank()}, is not a member of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    return Ring(group, limit)
+
+
+def group_size(group: Group = None) -> int:
+    """Processes of a group; 1 if torch.distributed is not in use."""
+    ring = find_ring(group)
+    return 1 if ring is None else ring.size
+
+
+def ring_traffic(group: Group = None) -> Traffic:
+    """The counter of what this process exchanged with a group."""
+    ring = find_ring(group)
+    return _TRAFFIC.setdefault("", Traffic()) if ring is None else ring.traffic
+
+
+def digest(*facts: Any) -> int:
+    """A number that tells different facts apart."""
+    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1 | 2**62
+
+
+def _takes_cpu(group: dist.ProcessGroup) -> bool:
+    backend = str(dist.get_backend(group))
+    return "gloo" in backend or "mpi" in backend
+
+
+def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        seconds = 1.0 if timeout is None else timeout.total_seconds()
+    elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be seconds, a timedelta or None, got {timeout!r}")
+    else:
+        seconds = float(timeout)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"timeout must be positive and finite, got {timeout!r}")
+    return None if timeout is None else timedelta(seconds=seconds)

@@ -1,0 +1,418 @@
+"""WHERE rows live: who needs which keys of whom, and what that costs. Plain data; needs no processes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..checks import check_positive_int
+from ..core.host_memory import describe_bytes
+from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape
+from ..plan.heads import Head, even_parts
+from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
+from ..plan.shape import Pass
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets, one_of
+from .positions import Positions, count_positions
+
+Strategy = Literal["ring", "ulysses"]
+STRATEGIES = ("auto", "ring", "ulysses")
+FLOPS_A_BYTE = 256  # what a device computes while a byte arrives: between a laptop's and a cluster's
+
+
+class Transfer(NamedTuple):
+    """Keys of a range of positions that travel between this rank and a peer, by key head of the lane."""
+
+    peer: int
+    keys: Range
+    needs: tuple[Positions, ...]
+
+    @property
+    def rows(self) -> int:
+        """Keys, over all heads of the lane, of one batch."""
+        return sum(map(count_positions, self.needs))
+
+
+class Round(NamedTuple):
+    """One step of a rank: what it receives and attends, and what it sends meanwhile."""
+
+    number: int  # counted alike by all ranks
+    lane: Range  # (first, number) of the key heads
+    receive: Transfer | None
+    send: Transfer | None
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank."""
+
+    inputs: int
+    outputs: int
+    workspace: int
+    communication: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of each rank: what it receives of whom, in pieces that stay small; a subclass says what.
+
+    `shape` is that of the whole call, `shard_lengths` the tokens of each rank, in order.
+    """
+
+    shape: Shape
+    shard_lengths: tuple[int, ...]
+    itemsize: int = 4
+    masked: bool = False
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    min_chunks: int = 1
+
+    def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
+        """For each key head, the positions in `keys` that queries of another range attend."""
+        raise NotImplementedError
+
+    @property
+    def share(self) -> float:
+        """Of the keys of a rank and head, the most that can be asked for."""
+        return 1.0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shard_lengths)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.shard_lengths, initial=0))
+
+    def shard(self, rank: int) -> Range:
+        """The positions [from, to) of a rank."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    @cached_property
+    def lanes(self) -> tuple[Range, ...]:
+        """(first, number) of the key heads that travel together."""
+        fit = self._piece_limit // max(1, self._piece_bytes)
+        if self.itemsize < 4:  # the sums of a lane are in float32
+            group, longest = self.shape.h // self.shape.h_kv, max(self.shard_lengths)
+            sums = (group + 2) * self.shape.b * longest * self.shape.d * 4
+            fit = min(fit, self.workspace_bytes // 2 // max(1, sums))
+        return tuple(even_parts(self.shape.h_kv, max(1, min(self.shape.h_kv, fit))))
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Parts in which the keys of a rank travel, so that a piece stays small."""
+        return max(1, self.min_chunks, -(-self._piece_bytes // self._piece_limit))
+
+    @property
+    def rounds_a_lane(self) -> int:
+        return (self.num_ranks - 1) * self.num_chunks
+
+    @property
+    def _piece_limit(self) -> int:
+        # Two pieces arrive and two leave at a time, and in backward their gradients.
+        return max(1, self.workspace_bytes // 8)
+
+    @property
+    def _piece_bytes(self) -> int:
+        """Of what a rank may be asked for, for one key head: at most, with gradients."""
+        rows = self.shape.b * math.ceil(max(self.shard_lengths) * self.share)
+        return rows * 2 * self.shape.d * max(4, self.itemsize)
+
+    def rounds(self, rank: int) -> tuple[Round, ...]:
+        """The steps of a rank in which it receives or sends, lane after lane, nearest ranks first."""
+        found, number = [], 0
+        for lane in self.lanes:
+            for distance in range(1, self.num_ranks):
+                source, target = (rank - distance) % self.num_ranks, (rank + distance) % self.num_ranks
+                for chunk in range(self.num_chunks):
+                    arrives = self._transfer(source, rank, self._chunk(source, chunk), lane)
+                    leaves = self._transfer(target, target, self._chunk(rank, chunk), lane)
+                    if arrives or leaves:
+                        found.append(Round(number, lane, arrives, leaves))
+                    number += 1
+        return tuple(found)
+
+    def _chunk(self, owner: int, chunk: int) -> Range:
+        lo, hi = self.shard(owner)
+        size = -(-(hi - lo) // self.num_chunks)
+        return min(hi, lo + chunk * size), min(hi, lo + (chunk + 1) * size)
+
+    def _transfer(self, peer: int, receiver: int, keys: Range, lane: Range) -> Transfer | None:
+        known = self._needs.get((receiver, keys))
+        if known is None:
+            known = self._needs[receiver, keys] = self.needs(self.shard(receiver), keys)
+        needs = known[lane[0] : lane[0] + lane[1]]
+        return Transfer(peer, keys, needs) if any(needs) else None
+
+    @cached_property
+    def _needs(self) -> dict[tuple[int, Range], tuple[Positions, ...]]:
+        return {}
+
+    def received_rows(self, rank: int) -> int:
+        """Different keys that a rank receives, over all key heads, of one batch."""
+        lo, hi = self.shard(rank)
+        outside = ((0, lo), (hi, self.shape.n))
+        return sum(sum(map(count_positions, self.needs((lo, hi), keys))) for keys in outside)
+
+    def sent_rows(self, rank: int) -> int:
+        """Keys that a rank sends, counted once for each receiver."""
+        others = (self.shard(r) for r in range(self.num_ranks) if r != rank)
+        return sum(sum(map(count_positions, self.needs(queries, self.shard(rank)))) for queries in others)
+
+    def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        """What a rank receives in a pass: keys, values and masks; in backward also gradients of its own."""
+        return self._bytes(self.received_rows, self.sent_rows, rank, direction)
+
+    def sent_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        return self._bytes(self.sent_rows, self.received_rows, rank, direction)
+
+    def _bytes(
+        self, there: Callable[[int], int], back: Callable[[int], int], rank: int, direction: Pass
+    ) -> int:
+        total = there(rank) * (2 * self.shape.d * self.itemsize + self.masked)
+        if direction == "backward":
+            total += back(rank) * 2 * self.shape.d * max(4, self.itemsize)
+        return self.shape.b * total
+
+    def memory(self, rank: int) -> Memory:
+        """What a forward pass holds: inputs, out and lse, scratch (at most), and what is travelling."""
+        b, _, h, h_kv, d = self.shape
+        tokens = b * self.shard_lengths[rank]
+        inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
+        lse = tokens * h * max(4, self.itemsize)
+        return Memory(inputs, out + lse, self.workspace_bytes, self._travelling(rank))
+
+    def _travelling(self, rank: int) -> int:
+        if not (self.received_rows(rank) or self.sent_rows(rank)):
+            return 0
+        a_head = self._piece_bytes * self.itemsize // max(4, self.itemsize)
+        return 4 * self.lanes[0][1] * -(-a_head // self.num_chunks)
+
+    def memory_bytes(self, rank: int) -> int:
+        return self.memory(rank).total
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSchedule(Schedule):
+    """The steps of each rank of a ring, with bytes, FLOPs and memory; `print(schedule)` shows them."""
+
+    spec: DilatedSpec
+    docs: tuple[int, ...] | None = None
+    strategy: Strategy = "ring"
+
+    def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
+        found: list[set[range]] = [set() for _ in range(self.shape.h_kv)]
+        for branch, rate in enumerate(self.spec.dilation_rates):
+            segment = self._crossing(branch, queries, keys)
+            if segment is None:
+                continue
+            for kv, offset in self._lattices[branch]:
+                first, count = rows_within(segment.keys, offset, rate)
+                if count > 0 and rows_within(segment.queries, offset, rate)[1] > 0:
+                    start = segment.start + offset + first * rate
+                    found[kv].add(range(start, start + (count - 1) * rate + 1, rate))
+        return tuple(tuple(sorted(each, key=lambda x: (x.start, x.stop, x.step))) for each in found)
+
+    @property
+    def share(self) -> float:
+        group = self.shape.h // self.shape.h_kv
+        rates = (rate for window, rate in self.spec.branches if self._is_cut(window))
+        return min(1.0, sum(min(1.0, group / rate) for rate in rates))
+
+    def _is_cut(self, window: int) -> bool:
+        """Whether a shard may end inside of a segment."""
+        if self.docs is not None:
+            return True
+        return any(bound % min(window, self.shape.n) for bound in self.bounds[1:-1])
+
+    @cached_property
+    def head_shares(self) -> tuple[int, ...]:
+        """Key heads of each rank under "ulysses"."""
+        return even_shards(self.shape.h_kv, self.num_ranks)
+
+    def steps(self, rank: int) -> tuple[Round, ...]:
+        """The steps of a rank in which it receives or sends; "ulysses" has none, all is exchanged at once."""
+        return self.rounds(rank) if self.strategy == "ring" else ()
+
+    def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        if self.strategy == "ulysses":
+            return self._ulysses_bytes(rank, direction, arrives=True)
+        return super().received_bytes(rank, direction)
+
+    def sent_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        if self.strategy == "ulysses":
+            return self._ulysses_bytes(rank, direction, arrives=False)
+        return super().sent_bytes(rank, direction)
+
+    def _ulysses_bytes(self, rank: int, direction: Pass, arrives: bool) -> int:
+        """Tokens become heads (q, k, v, or the gradient of out) and back (out, or dq, dk and dv)."""
+        shape, share, tokens = self.shape, self.head_shares[rank], self.shard_lengths[rank]
+        group = shape.h // shape.h_kv
+        to_heads, to_tokens = share * (shape.n - tokens), (shape.h_kv - share) * tokens
+        if not arrives:
+            to_heads, to_tokens = to_tokens, to_heads
+        if direction == "forward":
+            rows = to_heads * (group + 2) + to_tokens * group
+        else:
+            rows = to_heads * group + to_tokens * (group + 2)
+        masks = 0
+        if self.masked and direction == "forward":
+            others = [r for r in range(self.num_ranks) if r != rank]
+            masks = shape.n - tokens if arrives else len(others) * tokens
+        return shape.b * (rows * shape.d * self.itemsize + masks)
+
+    def num_pairs(self, rank: int) -> int:
+        """Query-key pairs that a rank scores."""
+        if self.strategy == "ulysses":
+            group, before = self.shape.h // self.shape.h_kv, sum(self.head_shares[:rank])
+            heads = range(before * group, (before + self.head_shares[rank]) * group)
+            return self._pairs((0, self.shape.n), heads)
+        return self._pairs(self.shard(rank), range(self.shape.h))
+
+    def flops(self, rank: int, direction: Pass = "forward") -> int:
+        return 2 * (2 if direction == "forward" else 5) * self.shape.d * self.num_pairs(rank)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """FLOPs of the busiest rank over the mean."""
+        pairs = [self.num_pairs(rank) for rank in range(self.num_ranks)]
+        return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
+
+    @cached_property
+    def cost(self) -> int:
+        """FLOPs of the busiest rank in a forward pass, and those it could do while its bytes arrive."""
+        ranks = range(self.num_ranks)
+        return max(self.flops(r) + FLOPS_A_BYTE * self.received_bytes(r) for r in ranks)
+
+    def _travelling(self, rank: int) -> int:
+        if self.strategy == "ring":
+            return super()._travelling(rank)
+        b, n, h, h_kv, d = self.shape
+        heads = self.head_shares[rank] * (2 * h // h_kv + 2)  # q, k, v and out of all tokens
+        leaving = self.shard_lengths[rank] * (h + 2 * h_kv)
+        return b * (n * heads + leaving) * d * self.itemsize if self.num_ranks > 1 else 0
+
+    def __str__(self) -> str:
+        shown = list(range(self.num_ranks))
+        if len(shown) > 16:
+            shown = shown[:4] + shown[-4:]
+        lines = [
+            f"{self.strategy} of {self.num_ranks} ranks, {self.shape}, {self.spec}",
+            f"{'rank':>6} {'tokens':>12} {'receives':>12} {'GFLOPs':>12} {'holds':>12}",
+        ]
+        for rank in shown:
+            received, held = (describe_bytes(x) for x in (self.received_bytes(rank), self.memory_bytes(rank)))
+            gflops = f"{self.flops(rank) / 1e9:.1f}"
+            lines.append(f"{rank:>6} {self.shard_lengths[rank]:>12} {received:>12} {gflops:>12} {held:>12}")
+        return "\n".join([*lines, f"busiest rank over mean: {self.imbalance:.2f}"])
+
+    @cached_property
+    def _spans(self) -> list[Range]:
+        bounds = (0, self.shape.n) if self.docs is None else self.docs
+        return [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
+
+    @cached_property
+    def _heads(self) -> list[list[Head]]:
+        part = Part.whole(self.shape)
+        return [part.branch_heads(self.spec, i, self.shape) for i in range(len(self.spec.branches))]
+
+    @cached_property
+    def _lattices(self) -> list[list[tuple[int, int]]]:
+        """The different (key head, row offset) of each branch."""
+        return [sorted({(head.kv, head.row) for head in heads}) for heads in self._heads]
+
+    def _crossing(self, branch: int, queries: Range, keys: Range) -> Segments | None:
+        if self.spec.is_causal and keys[0] >= queries[1]:
+            return None
+        return crossing_segment(self.spec.segment_lengths[branch], queries, keys, self._spans)
+
+    def _pairs(self, time: Range, heads: range) -> int:
+        if time[0] == time[1]:
+            return 0
+        total = 0
+        for branch, (window, rate) in enumerate(self.spec.branches):
+            groups = branch_segments(window, time, self._spans)
+            for keys in ((0, time[0]), (time[1], self.shape.n)):
+                crossing = self._crossing(branch, time, keys)
+                groups += [] if crossing is None else [crossing]
+            offsets = Counter(head.row for head in self._heads[branch] if head.head in heads)
+            for segments in groups:
+                for offset, times in offsets.items():
+                    num_queries = rows_within(segments.queries, offset, rate)[1]
+                    pairs = num_queries * rows_within(segments.keys, offset, rate)[1]
+                    if segments.is_own and self.spec.is_causal:
+                        pairs = num_queries * (num_queries + 1) // 2
+                    total += segments.num * times * pairs
+        return total * self.shape.b
+
+
+def even_shards(n: int, size: int) -> tuple[int, ...]:
+    """`n` tokens over `size` ranks: as even as possible, the longer shards first."""
+    each, more = divmod(n, size)
+    return tuple(each + (rank < more) for rank in range(size))
+
+
+def plan_ring(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    n: int | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_ranks: int | None = None,
+    shard_lengths: Sequence[int] | None = None,
+    num_kv_heads: int | None = None,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    is_causal: bool = False,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    cu_seqlens: Sequence[int] | None = None,
+    strategy: Strategy = "ring",
+    masked: bool = False,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+) -> RingSchedule:
+    """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
+
+    Either `n` and `num_ranks`, for shards as even as possible, or `shard_lengths`. `masked`: with a key_mask.
+    """
+    if shard_lengths is None:
+        if n is None or num_ranks is None:
+            raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
+        check_positive_int("num_ranks", num_ranks)
+        shard_lengths = even_shards(n, num_ranks)
+    elif not all(isinstance(x, int) and x >= 0 for x in shard_lengths):
+        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+    if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
+        raise ValueError(
+            f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
+            f"num_ranks={num_ranks}"
+        )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths)}).items():
+        check_positive_int(name, value)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+    one_of("strategy", strategy, STRATEGIES[1:])
+    spec = DilatedSpec(
+        segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
+    )
+    return RingSchedule(
+        Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim),
+        tuple(shard_lengths),
+        dtype.itemsize,
+        masked,
+        workspace_bytes,
+        spec=spec,
+        docs=None if cu_seqlens is None else tuple(cu_seqlens),
+        strategy=strategy,
+    )

@@ -1,0 +1,313 @@
+"""Ring modules in one process: the numbers of `DilatedAttention` whatever the size, and options that act."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.core import get_global_pattern_cache, memory_pool, reset_global_pattern_cache
+from dilated_attention_pytorch.core.host_memory import Memory
+from dilated_attention_pytorch.modules import ring as ring_module
+from dilated_attention_pytorch.ring import plan_ring
+
+SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
+BRANCHES: dict[str, Any] = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
+CLASSES = (RingDilatedAttentionV2, RingDilatedAttentionV3, RingDilatedAttentionProduction)
+
+
+@pytest.fixture(autouse=True)
+def _shared_settings_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
+    monkeypatch.setattr(get_global_pattern_cache(), "cache_on_gpu", False)
+    reset_global_pattern_cache()
+    yield
+    reset_global_pattern_cache()
+
+
+def qkv(n: int = 37, dtype: torch.dtype = torch.float64, d: int = 8) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(n)
+    return [
+        torch.randn(2, n, h, d, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+        for h in (6, 3, 3)
+    ]
+
+
+def run(module: Any, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """The result and the gradients of a loss that weighs every element differently."""
+    out = module(*tensors, **options)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ring_size", range(1, 9))
+@pytest.mark.parametrize("cls", CLASSES)
+def test_equals_plain_attention_at_any_size(cls: type[RingDilatedAttentionV2], ring_size: int) -> None:
+    plain, module = DilatedAttention(SEGMENTS, RATES), cls(**BRANCHES, ring_size=ring_size)
+    assert (module.ring_size, module.is_sharded) == (ring_size, False)
+    for n, is_causal, masked in itertools.product((1, 5, 37, 63), (False, True), (False, True)):
+        mask = torch.rand(2, n) > 0.3 if masked else None
+        options = {"is_causal": is_causal, "attention_mask": mask}
+        assert_same(run(module, qkv(n), **options), run(plain, qkv(n), **options))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": 0.3},
+        {"head_mixing": "grouped", "head_offsets": "blocked"},
+        {"tail": "phantom"},
+        {"detach_mixing": True},
+        {"workspace_bytes": 2000, "kernel": "eager", "use_pattern_cache": False},
+        {"lightweight_pool": True, "enable_memory_pool": True, "enable_profiling": True},
+    ],
+)
+def test_takes_the_options_of_plain_attention(
+    cls: type[RingDilatedAttentionV2], options: dict[str, Any]
+) -> None:
+    plain = DilatedAttention(SEGMENTS, RATES, **options)
+    assert_same(run(cls(**BRANCHES, ring_size=3, **options), qkv()), run(plain, qkv()))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+def test_dropout_in_training_only(cls: type[RingDilatedAttentionV2], name: str) -> None:
+    module = cls(**BRANCHES, **{name: 0.5})
+    tensors = qkv()
+    kept = DilatedAttention(SEGMENTS, RATES)(*tensors)
+    assert not torch.allclose(module(*tensors), kept)
+    assert_same([module.eval()(*tensors)], [kept])
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_copies_and_pickles(cls: type[RingDilatedAttentionV2]) -> None:
+    module = cls(**BRANCHES, ring_size=4)
+    expected = run(module, qkv())
+    for twin in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module)
+        assert_same(run(twin, qkv()), expected)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_compiles_to_one_graph(cls: type[RingDilatedAttentionV2]) -> None:
+    torch._dynamo.reset()
+    module = cls(**BRANCHES, ring_size=2)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_same(run(compiled, qkv()), run(module, qkv()))
+
+
+@pytest.fixture
+def lone_group() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_group_of_one_is_one_process(cls: type[RingDilatedAttentionV2], lone_group: Any) -> None:
+    module = cls(**BRANCHES, group=lone_group, ring_size=2)
+    assert (module.ring_size, module.is_sharded) == (2, False)
+    assert cls(**BRANCHES).ring_size == 1
+    assert_same(run(module, qkv()), run(DilatedAttention(SEGMENTS, RATES), qkv()))
+    twin = copy.deepcopy(module)
+    assert twin.ring.group is lone_group
+    with pytest.raises((TypeError, RuntimeError)):
+        pickle.dumps(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_same(run(compiled, qkv()), run(module, qkv()))
+
+
+class Calls(list[dict[str, Any]]):
+    """Stands for `ring_dilated_attention` and keeps what it was called with."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.append(options)
+        return query * 2
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 2)
+    monkeypatch.setattr(ring_module, "ring_dilated_attention", calls)
+    return calls
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_several_processes_meet_in_the_ring(cls: type[RingDilatedAttentionV2], two_processes: Calls) -> None:
+    query, key, value = qkv()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    for ring_size, steps in ((None, 1), (2, 1), (8, 4)):
+        module = cls(
+            **BRANCHES, ring_size=ring_size, strategy="ulysses", timeout=3.5, softmax_scale=0.5, dropout=0.1
+        )
+        assert (module.ring_size, module.is_sharded) == (ring_size or 2, True)
+        assert torch.equal(module(query, key, value, True, mask), 2 * query)
+        call = two_processes.pop()
+        assert call["key_mask"] is mask
+        assert (call["steps"], call["strategy"], call["timeout"], call["group"]) == (
+            steps,
+            "ulysses",
+            3.5,
+            None,
+        )
+        assert (call["is_causal"], call["scale"], call["dropout_p"]) == (True, 0.5, 0.1)
+        assert call["memory"] == module._memory
+    for odd in (1, 3):
+        with pytest.raises(ValueError, match=f"must divide ring_size, got 2 processes and ring_size={odd}"):
+            cls(**BRANCHES, ring_size=odd)
+
+
+def test_a_group_that_comes_later_is_checked_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=3)
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 2)
+    with pytest.raises(ValueError, match="must divide ring_size, got 2 processes and ring_size=3"):
+        module(*qkv())
+
+
+def test_multihead_on_parts(two_processes: Calls) -> None:
+    module = RingMultiheadDilatedAttention(48, 6, SEGMENTS, RATES, num_kv_heads=3, ring_size=4)
+    x = torch.randn(2, 37, 48)
+    ignored = torch.zeros(2, 37, dtype=torch.bool)
+    ignored[:, 30:] = True
+    out, weights = module(x, key_padding_mask=ignored, is_causal=True)
+    assert (out.shape, weights) == (x.shape, None)
+    call = two_processes.pop()
+    assert torch.equal(call["key_mask"], ~ignored)
+    assert (call["is_causal"], call["steps"]) == (True, 2)
+    causal = torch.ones(37, 37, dtype=torch.bool).triu(1)
+    with pytest.raises(ValueError, match=r"whole sequence in one process .* got attn_mask with a part"):
+        module(x, attn_mask=causal)
+    with pytest.raises(ValueError, match=r"whole sequence in one process .* got need_weights with a part"):
+        module(x, need_weights=True)
+
+
+def test_multihead_in_one_process() -> None:
+    torch.manual_seed(0)
+    module = RingMultiheadDilatedAttention(48, 6, SEGMENTS, RATES, ring_size=4, dtype=torch.float64)
+    assert type(module.attention) is RingDilatedAttentionV2
+    assert module.fused_qkv
+    plain = MultiheadDilatedAttention(48, 6, SEGMENTS, RATES, dtype=torch.float64)
+    plain.attention, plain.norm, plain.out_proj = (
+        DilatedAttention(SEGMENTS, RATES),
+        module.norm,
+        module.out_proj,
+    )
+    for name, weight, bias in zip("qkv", *module._qkv_parameters(), strict=True):
+        plain.get_submodule(f"{name}_proj").load_state_dict({"weight": weight, "bias": bias})
+    x = torch.randn(2, 37, 48, dtype=torch.float64)
+    causal = torch.ones(37, 37, dtype=torch.bool).triu(1)
+    assert_same([module(x, attn_mask=causal)[0]], [plain(x, is_causal=True)[0]])
+
+
+def test_memory_estimate() -> None:
+    module = RingDilatedAttentionV2((2048, 8192), (1, 4), workspace_bytes=2**20)
+    sizes: dict[str, Any] = {"batch_size": 2, "num_heads": 4, "head_dim": 32, "dtype": torch.bfloat16}
+    alone = module.get_memory_estimate(65536, **sizes)
+    assert alone == {
+        "inputs": 3 * 2 * 65536 * 4 * 32 * 2,
+        "outputs": 2 * 65536 * 4 * (32 * 2 + 4),
+        "workspace": 2**20,
+        "communication": 0,
+        "total": sum(alone.values()) - alone["total"],
+    }
+    for processes in (2, 8, 64):
+        each = module.get_memory_estimate(65536, **sizes, num_processes=processes)
+        assert each["inputs"] * processes == alone["inputs"]
+        assert each["outputs"] * processes == alone["outputs"]
+        schedules = [
+            plan_ring(
+                (2048, 8192),
+                (1, 4),
+                65536,
+                num_ranks=processes,
+                strategy=strategy,
+                workspace_bytes=2**20,
+                **sizes,
+            )
+            for strategy in ("ring", "ulysses")
+        ]
+        assert each["total"] == max(
+            plan.memory_bytes(rank) for plan in schedules for rank in range(processes)
+        )
+    assert module.get_memory_estimate(4096)["inputs"] == 3 * 4096 * 8 * 64 * 4
+    with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
+        module.get_memory_estimate(0)
+
+
+def test_memory_estimate_of_the_group(two_processes: Calls) -> None:
+    module = RingDilatedAttentionV2(SEGMENTS, RATES, strategy="ring")
+    assert module.get_memory_estimate(1000) == module.get_memory_estimate(1000, num_processes=2)
+    assert module.get_memory_estimate(1000)["communication"] > 0
+
+
+def test_bad_options() -> None:
+    for size in (0, -1, True, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"ring_size must be a positive integer or None, got {size!r}"):
+            RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=size)  # type: ignore[arg-type]
+    for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0)):
+        with pytest.raises(ValueError, match="timeout must be positive and finite, got"):
+            RingDilatedAttentionV2(SEGMENTS, RATES, timeout=timeout)
+    with pytest.raises(TypeError, match="timeout must be seconds, a timedelta or None, got '5s'"):
+        RingDilatedAttentionV2(SEGMENTS, RATES, timeout="5s")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a group needs torch.distributed to be initialised, and it is not"):
+        RingDilatedAttentionV2(SEGMENTS, RATES, group=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy must be one of 'auto', 'ring', 'ulysses', got 'star'"):
+        RingDilatedAttentionV2(SEGMENTS, RATES, strategy="star")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        RingDilatedAttentionV2(SEGMENTS, RATES, speed=11)
+    with pytest.raises(ValueError, match="lightweight_pool is a way to use the memory pool"):
+        RingDilatedAttentionV2(SEGMENTS, RATES, lightweight_pool=True)
+
+
+def test_representation() -> None:
+    assert repr(RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=8, strategy="ring", timeout=9)) == (
+        "RingDilatedAttentionV2(segment_lengths=(8, 14, 40), dilation_rates=(1, 2, 5), ring_size=8, "
+        "timeout=9, strategy='ring')"
+    )
+    assert repr(RingDilatedAttentionProduction(**BRANCHES, memory_pool_size=3, mixed_precision=True)) == (
+        "RingDilatedAttentionProduction(segment_lengths=(8, 14, 40), dilation_rates=(1, 2, 5), "
+        "memory_pool_size=3, mixed_precision=True)"
+    )
+
+
+def test_cache_on_gpu_keeps_device_copies() -> None:
+    cache = get_global_pattern_cache()
+    assert not RingDilatedAttentionV3(SEGMENTS, RATES, cache_on_gpu=False).cache_on_gpu
+    assert not cache.cache_on_gpu
+    module = RingDilatedAttentionV3(SEGMENTS, RATES)
+    assert module.cache_on_gpu
+    copied = [cache.get_or_build("x", lambda: torch.ones(3), device="meta") for _ in range(2)]
+    assert copied[0] is copied[1]
+    assert cache.get_stats()["device_bytes"] > 0
+    cache.cache_on_gpu = False
+    assert pickle.loads(pickle.dumps(module)).cache_on_gpu
+    assert cache.cache_on_gpu
+    assert not RingDilatedAttentionV3(SEGMENTS, RATES, use_pattern_cache=False).cache_on_gpu
+    with pytest.raises(ValueError, match="way to use the pattern cache, got use_pattern_cache=False"):
+        RingDilatedAttentionV3(SEGMENTS, RATES, use_pattern_cache=False, cache_on_gpu=True)
+    with pytest.raises(TypeError, match="cache_on_gpu must be a bool or None, got 1"):
+        RingDilatedAttentionV3(SEGMENTS, RATES, cache_on_gpu=1)  # type: ignore[arg-type]

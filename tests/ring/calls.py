@@ -1,0 +1,102 @@
+"""What a rank does with a configuration: the call on its shard, and the same call on the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention_pytorch import block_sparse_attention, dilated_attention
+from dilated_attention_pytorch.ring import ring_block_sparse_attention, ring_dilated_attention
+
+from .configurations import Blocks, Dilated, Inputs
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+TIMEOUT = 30.0  # of a transfer, where nothing is meant to fail
+
+
+def attend_shard(
+    config: Inputs, rank: int, tensors: tuple[Tensor, ...], **changes: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the rank's shards of q, k and v; `changes` are options of this call alone."""
+    mask = config.key_mask()
+    low, high = config.bounds(rank)
+    options: dict[str, Any] = {
+        "key_mask": None if mask is None else mask[:, low:high],
+        "return_lse": True,
+        "timeout": TIMEOUT,
+        **config.options,
+        **config.execution,
+    }
+    if isinstance(config, Blocks):
+        return ring_block_sparse_attention(*tensors, config.pattern(config), **{**options, **changes})
+    assert isinstance(config, Dilated)
+    options |= {"strategy": config.strategy, "cu_seqlens": config.cu_seqlens(), **changes}
+    return ring_dilated_attention(*tensors, config.segment_lengths, config.dilation_rates, **options)
+
+
+def attend_whole(config: Inputs, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the whole sequence in this process."""
+    options = {"key_mask": config.key_mask(), "return_lse": True, **config.options}
+    if isinstance(config, Blocks):
+        return block_sparse_attention(*tensors, config.pattern(config), **options)
+    assert isinstance(config, Dilated)
+    return dilated_attention(
+        *tensors, config.segment_lengths, config.dilation_rates, cu_seqlens=config.cu_seqlens(), **options
+    )
+
+
+def differentiate(
+    attend: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+) -> list[Tensor]:
+    """out, lse and the gradients of q, k and v."""
+    leaves = tuple(x.detach().requires_grad_() for x in tensors)
+    out, lse = attend(leaves)
+    loss = (out * grad_out.to(out.dtype)).sum()
+    if grad_lse.any():
+        loss = loss + torch.where(lse.isfinite(), lse, 0.0).mul(grad_lse.to(lse.dtype)).sum()
+    return [out, lse, *torch.autograd.grad(loss, leaves)]
+
+
+def run_shard(config: Inputs, rank: int, **changes: Any) -> list[Tensor]:
+    """out, lse, dq, dk and dv of the rank's shard."""
+    low, high = config.bounds(rank)
+    grad_out, grad_lse = config.gradients()
+    # Whether lse has a gradient is the same on all ranks, as it would be for one loss of a model.
+    return differentiate(
+        lambda leaves: attend_shard(config, rank, leaves, **changes),
+        tuple(config.shard(x, rank) for x in config.tensors()),
+        grad_out[:, low:high],
+        grad_lse[:, :, low:high],
+    )
+
+
+def expect_shard(config: Inputs, rank: int, out: Tensor) -> list[Tensor]:
+    """What `run_shard` must give, from this process alone.
+
+    float64 and float32 in their own precision; below that in float64, by a backward that starts from the
+    output as all ranks rounded it (see `support.exactness`), of which `out` is this rank's part.
+    """
+    tensors, (grad_out, grad_lse) = config.tensors(), config.gradients()
+    if config.dtype.itemsize <= 2:
+        tensors = tuple(x.double() for x in tensors)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, out.detach().double().tolist())
+        rounded = torch.cat([_as_tensor(x, config) for x in parts], 1)
+        if not config.options.get("detach_mixing"):
+            lost = attend_whole(config, tensors)[0] - rounded
+            grad_lse = grad_lse + (lost * grad_out.double()).sum(-1).transpose(1, 2)
+    whole = differentiate(lambda leaves: attend_whole(config, leaves), tensors, grad_out, grad_lse)
+    low, high = config.bounds(rank)
+    out, lse, *gradients = whole
+    return [out[:, low:high], lse[..., low:high], *(x[:, low:high] for x in gradients)]
+
+
+def _as_tensor(values: list[Any], config: Inputs) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).reshape(config.b, -1, config.h, config.d)
