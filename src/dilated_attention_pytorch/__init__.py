@@ -29,6 +29,19 @@ with warnings.catch_warnings():
         RingMultiheadDilatedAttention,
     )
     from .plan import BlockPattern
+    from .ring import (
+        RingError,
+        RingSchedule,
+        even_shards,
+        plan_ring,
+        ring_block_sparse_attention,
+        ring_dilated_attention,
+        ring_traffic,
+        shard_bounds,
+        shard_positions,
+        shard_sequence,
+        unshard_sequence,
+    )
     from .sparse_spec import SparsePatternConfig
     from .spec import DilatedSpec
 
@@ -50,7 +63,9 @@ __all__ = [
     "RingDilatedAttentionProduction",
     "RingDilatedAttentionV2",
     "RingDilatedAttentionV3",
+    "RingError",
     "RingMultiheadDilatedAttention",
+    "RingSchedule",
     "SparsePatternConfig",
     "attention_rows",
     "block_sparse_attention",
@@ -59,5 +74,14 @@ __all__ = [
     "create_block_sparse_attention",
     "create_dilated_attention",
     "dilated_attention",
+    "even_shards",
+    "plan_ring",
+    "ring_block_sparse_attention",
+    "ring_dilated_attention",
+    "ring_traffic",
+    "shard_bounds",
+    "shard_positions",
+    "shard_sequence",
+    "unshard_sequence",
 ]
 __version__ = "0.1.0"

@@ -83,7 +83,8 @@ def _build(
     return plan_blocks(build_pattern(config, n, num_heads, is_causal=options.is_causal, branches=branches))
 
 
-def _sized(options: BlockOptions) -> BlockOptions:
+def sized(options: BlockOptions) -> BlockOptions:
+    """The options with a workspace of this many threads, unless they name one."""
     if options.workspace_bytes != BY_THREADS:
         return options
     return options._replace(workspace_bytes=BYTES_A_THREAD * torch.get_num_threads())
@@ -112,7 +113,7 @@ def block_sparse_attention_op(
         return block_engine.forward(plan, inputs, options.workspace_bytes)
 
     with without_autocast(q.device):
-        return with_memory(_sized(BlockOptions(*raw)), q.device, attend)
+        return with_memory(sized(BlockOptions(*raw)), q.device, attend)
 
 
 @torch.library.custom_op(
@@ -144,7 +145,7 @@ def block_sparse_attention_backward_op(
         return block_engine.backward(plan, inputs, size, out, lse, grad_out, grad_lse)
 
     with without_autocast(q.device):
-        return with_memory(_sized(BlockOptions(*raw)), q.device, attend)
+        return with_memory(sized(BlockOptions(*raw)), q.device, attend)
 
 
 register_attention(block_sparse_attention_op, block_sparse_attention_backward_op, num_tensors=7)

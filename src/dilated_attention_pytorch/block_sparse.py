@@ -281,7 +281,7 @@ def attend_blocks(
     check_execution(kernel, 1 if workspace_bytes is None else workspace_bytes, memory, use_pattern_cache)
     spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
     if not isinstance(pattern, str):
-        _check_fit(pattern, q, is_causal)
+        check_fit(pattern, q, is_causal)
     options = BlockOptions(
         recipe=pattern if isinstance(pattern, str) else pattern.key if use_pattern_cache else "",
         block_size=0 if isinstance(pattern, str) else pattern.block_size,
@@ -319,12 +319,13 @@ def _run(
     return result
 
 
-def _check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
+def check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool, n: int | None = None) -> None:
+    """Whether a pattern serves a call; of a part of a sequence of n tokens if that is given."""
     if not torch.compiler.is_compiling() and pattern.is_changed:
         raise ValueError("the tensors of a pattern must stay as they are, and were written to: make another")
-    b, n, h, _ = q.shape
-    if pattern.n != n:
-        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
+    b, length, h, _ = q.shape
+    if pattern.n != (length if n is None else n):
+        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {length}")
     if len(pattern) not in (1, h, b * h):
         raise ValueError(
             f"a pattern has 1 layout, one for each of the {h} heads or one for each of {b} x {h} batches and "

@@ -14,7 +14,7 @@ from torch import Tensor
 from .core.workspace import Workspace
 from .kernels import Dropout, How, Kernel
 from .merge import add_null_keys, merge_
-from .plan import Panel, Plan, Tile
+from .plan import Panel, Plan, Shape, Tile
 from .plan.tiles import WHOLE, Origin
 
 
@@ -74,7 +74,7 @@ class Inputs:
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         dropout = None
         if self.dropout_p:
-            dropout = Dropout(self.dropout_p, _scatter(self.seed + index))
+            dropout = Dropout(self.dropout_p, scatter(self.seed + index))
         return k, v, How(is_causal, self.scale, mask, dropout)
 
 
@@ -248,12 +248,17 @@ def _outputs(
         yield tiles, own_out, panel.origin
 
 
+def shape_of(inputs: Inputs) -> Shape:
+    b, n, h, d = inputs.q.shape
+    return Shape(b, n, h, inputs.k.shape[2], d)
+
+
 def _accumulator(slot: str, block: Tensor, inputs: Inputs) -> Tensor:
     """Scratch in accumulation precision for a panel's block of an output."""
     return inputs.workspace.take(slot, tuple(block.shape), inputs.accumulate_dtype, block.device)
 
 
-def _scatter(x: int) -> int:
+def scatter(x: int) -> int:
     """SplitMix64: neighbouring numbers become seeds that differ in all bits, of which CPUs use the low 32."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

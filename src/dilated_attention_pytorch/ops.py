@@ -125,12 +125,17 @@ def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: T
 
 
 def document_bounds(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    """The boundaries of packed documents as numbers, checked."""
     bounds = tuple(cu_seqlens.tolist())
+    check_bounds(bounds, n)
+    return bounds
+
+
+def check_bounds(bounds: tuple[int, ...], n: int) -> None:
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != n:
         raise ValueError(f"cu_seqlens must run from 0 to the sequence length {n}, got {_short(bounds)}")
     if any(following < bound for bound, following in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must not decrease, got {_short(bounds)}")
-    return bounds
 
 
 def _short(values: tuple[int, ...]) -> str:

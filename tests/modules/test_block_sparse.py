@@ -154,12 +154,11 @@ def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for two other processes with 50 and 0 positions; `tests/ring` has real ones."""
     calls: list[Any] = []
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, pattern: BlockPattern, **options: Any) -> Tensor:
-        calls.append((pattern, options))
+    def attend(query: Tensor, key: Tensor, value: Tensor, pattern: Any, **options: Any) -> Tensor:
+        calls.append((pattern(50 + query.shape[1]), options))
         return query
 
     monkeypatch.setattr(ring_module, "group_size", lambda group: 3)
-    monkeypatch.setattr(block_sparse_module, "shard_lengths_of", lambda n, group: (50, n, 0))
     monkeypatch.setattr(block_sparse_module, "ring_block_sparse_attention", attend)
     q, k, v = tensors()
     mask = torch.ones(2, 150, dtype=torch.bool)
@@ -174,8 +173,8 @@ def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[1][0] is pattern  # from the cache
     assert torch.equal(pattern.to_dense(), build_block_pattern(config, 200, 4, is_causal=True).to_dense())
     assert options["key_mask"] is mask
-    names = ("shard_lengths", "is_causal", "scale", "dropout_p", "timeout", "steps", "memory")
-    assert [options[name] for name in names] == [(50, 150, 0), True, 0.5, 0.1, 2.5, 2, "fresh"]
+    names = ("is_causal", "scale", "dropout_p", "timeout", "steps", "memory")
+    assert [options[name] for name in names] == [True, 0.5, 0.1, 2.5, 2, "fresh"]
     given = BlockSparseRingDilatedAttention(sparse_config=pattern)
     given(q, k, v, True)
     with pytest.raises(ValueError, match="the pattern is for a length of 200, got 199"):

@@ -81,6 +81,7 @@ def predict(config: Dilated, strategy: str) -> list[tuple[int, int, int, int]]:
         cu_seqlens=config.docs,
         strategy=strategy,
         masked=bool(config.hidden),
+        return_lse=True,
         **options,
     )
     return [

@@ -9,7 +9,7 @@ from ring.calls import NAMES, attend_whole, differentiate, run_shard
 from ring.configurations import CAUSAL, Dilated, dilated
 from support.ranks import run_ranks
 
-N, RANKS = 768, 8
+N, RANKS = 576, 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -48,7 +48,7 @@ def root_mean_square_errors(parts: list[list[torch.Tensor]], case: tuple[str, bo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_ranks_are_as_precise_as_one(dtype: str) -> None:
-    cases = [(dtype, causal, seed) for causal in (False, True) for seed in (0, 1)]
+    cases = [(dtype, causal, seed) for causal in (False, True) for seed in (0,)]
     alone, together = run_ranks(1, shards, 1, cases), run_ranks(RANKS, shards, RANKS, cases)
     for i, case in enumerate(cases):
         one = root_mean_square_errors([part[i] for part in alone], case)

@@ -279,7 +279,7 @@ def test_shards_join_to_the_whole() -> None:
     run_ranks(3, shard_and_join)
 
 
-BLOCK = {"sparsity_config": {"pattern_type": "global_local", "block_size": 4, "sparsity_ratio": 0.5}}
+BLOCK = {"sparse_config": {"pattern_type": "global_local", "block_size": 4, "sparsity_ratio": 0.5}}
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "v2": lambda: RingDilatedAttentionV2(**BRANCHES),
     "v2 in steps": lambda: RingDilatedAttentionV2(**BRANCHES, ring_size=6, strategy="ring"),
@@ -420,7 +420,7 @@ torch.manual_seed(0)
 n, options = 5000, {{"is_causal": True}}
 for model in models:
     tensors = [torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    whole = dilated_attention(*tensors, model.segment_lengths, model.dilation_rates, **options)
+    whole = dilated_attention(*tensors, model.spec.segment_lengths, model.spec.dilation_rates, **options)
     part = model(*(shard_sequence(x) for x in tensors), **options)
     assert part.shape[1] == n // dist.get_world_size()
     torch.testing.assert_close(part, shard_sequence(whole), rtol=1e-10, atol=1e-10)

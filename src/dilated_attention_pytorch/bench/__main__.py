@@ -14,15 +14,18 @@ from .gate import WrongAnswerError
 from .machine import machine_facts, project_facts
 from .pictures import draw_patterns
 from .record import Record, Result, from_json, to_json
+from .ring_cases import RingCase
+from .ring_plans import plans_table
 from .run import run_case
 from .sparse_cases import SparseCase, sparse_targets
-from .tables import replace_between_markers, to_markdown
+from .tables import BEGIN, END, PLAN_BEGIN, PLAN_END, replace_between_markers, to_markdown
 
 DESCRIPTION = """\
 Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
 against the bytes of its results, and how both grow up to a million positions; in the suite `pool`, what
-pooled memory saves or costs; and in the suite `sparse`, how much faster than dense attention block-sparse
-attention is, what memory it takes, and what its patterns cost to build.
+pooled memory saves or costs; in the suite `sparse`, how much faster than dense attention block-sparse
+attention is, what memory it takes, and what its patterns cost to build; and in the suite `ring`, what several
+ranks on this machine cost against one process, in time and in memory.
 
 Every case is checked against the definition; a wrong answer is never reported. Targets are shown next
 to the figures as met or not met. The table goes to standard output, progress to standard error.
@@ -35,6 +38,8 @@ examples:
   python -m dilated_attention_pytorch.bench quick
   python -m dilated_attention_pytorch.bench speed --repeats 15 --out speed.json
   python -m dilated_attention_pytorch.bench sparse --out sparse.json
+  python -m dilated_attention_pytorch.bench ring --out ring.json
+  python -m dilated_attention_pytorch.bench --plan --update docs/distributed.md
   python -m dilated_attention_pytorch.bench --render speed.json --update README.md
 """
 
@@ -59,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_places(options)
         if options.draw:
             print(*draw_patterns(options.draw), sep="\n")
+            return 0
+        if options.plan:
+            _publish_plan(options.update)
             return 0
         if options.render:
             record = from_json(options.render.read_text())
@@ -109,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="measure nothing, paint the block patterns of the documentation",
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="measure nothing, show what rings of 8 to 1024 ranks would send and hold (--update: between "
+        "the plan markers)",
+    )
     return parser
 
 
@@ -122,6 +136,8 @@ def _print_suites() -> None:
 def _targets(case: Case) -> str:
     if isinstance(case, SparseCase):
         return f"  [targets: {', '.join(found)}]" if (found := sparse_targets(case)) else ""
+    if isinstance(case, RingCase):
+        return "" if case.target is None else f"  [target: {case.target}]"
     if isinstance(case, LongCase):
         memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
         targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]
@@ -137,11 +153,14 @@ def _check_places(options: argparse.Namespace) -> None:
         raise ValueError("--render takes the figures from a record: name no suites with it")
     if options.draw and (options.suites or options.render or not options.draw.is_dir()):
         raise ValueError("--draw takes a directory that is there, and neither suites nor a record")
+    if options.plan and (options.suites or options.render or options.out or options.markdown):
+        raise ValueError("--plan measures nothing: of the other options it takes --update only")
+    markers = (PLAN_BEGIN, PLAN_END) if options.plan else (BEGIN, END)
     for file in filter(None, (options.out, options.markdown)):
         if not file.parent.is_dir():
             raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
     for file in options.update:
-        replace_between_markers(file.read_text(), "")
+        replace_between_markers(file.read_text(), "", *markers)
 
 
 def _measure(cases: Sequence[Case], repeats: int | None, out: Path | None) -> Record:
@@ -177,6 +196,13 @@ def _sentence(figure: Figure, why_not: str | None) -> str:
         return sentence
     target = f"{'at least ' if figure.at_least else ''}{show_value(figure.target, figure.unit)}"
     return f"{sentence}, target {target} {'met' if figure.met else 'not met'}"
+
+
+def _publish_plan(pages: Sequence[Path]) -> None:
+    table = plans_table()
+    for file in pages:
+        file.write_text(replace_between_markers(file.read_text(), table, PLAN_BEGIN, PLAN_END))
+    print(table, end="")
 
 
 def _publish(record: Record, options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..spec import DilatedSpec
+from .ring_cases import RING_KINDS, RING_QUICK, RING_SUITE, RingCase, RingConfig, describe_ring
 from .sparse_cases import (
     SPARSE_KINDS,
     SPARSE_QUICK,
@@ -102,13 +103,14 @@ class PoolCase:
 
 
 DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
-Case = DilatedCase | SparseCase
+Case = DilatedCase | SparseCase | RingCase
 KINDS: dict[str, type[Case]] = {
     "time": TimeCase,
     "memory": MemoryCase,
     "long": LongCase,
     "pool": PoolCase,
     **SPARSE_KINDS,
+    **RING_KINDS,
 }
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
@@ -163,6 +165,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         )
     ),
     "sparse": SPARSE_SUITE,
+    "ring": RING_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -173,6 +176,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         LongCase("quick long", _QUICK, 16384, 4096, repeats=1),
         PoolCase("quick pool", _QUICK, ((1, 2048), (2, 777)), True, None, None, None, repeats=3),
         *SPARSE_QUICK,
+        *RING_QUICK,
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -182,6 +186,8 @@ def describe(case: Case) -> str:
     """The sizes of a case in a few words."""
     if isinstance(case, SparseCase):
         return describe_sparse(case)
+    if isinstance(case, RingCase):
+        return describe_ring(case)
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"
@@ -210,6 +216,13 @@ def case_from_dict(data: dict[str, Any]) -> Case:
             fields["patterns"] = read_entries(fields["patterns"])
         return KINDS[fields.pop("kind")](**fields)
     branches = (tuple(config["segment_lengths"]), tuple(config["dilation_rates"]))
+    if fields["kind"] in RING_KINDS:
+        fields["config"] = RingConfig(
+            config["h"], config["d"], *branches, config["dtype"], config["is_causal"]
+        )
+        for name in {"ranks", "ring_sizes"} & fields.keys():
+            fields[name] = tuple(fields[name])
+        return KINDS[fields.pop("kind")](**fields)
     fields["config"] = Config(config["h"], config["d"], *branches, config["is_causal"])
     if "calls" in fields:
         fields["calls"] = tuple((b, n) for b, n in fields["calls"])

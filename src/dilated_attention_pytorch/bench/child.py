@@ -11,16 +11,22 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..core import AttentionBufferManager
 from ..core.host_memory import host_memory
+from ..modules import DilatedAttention, RingDilatedAttentionV2
 from .candidates import attend
 from .cases import Case, Config, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
-from .gate import make_call, rows_error, run_call
+from .gate import largest_error, make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
+from .ring_cases import RingConfig, RingStepsCase
+from .ring_child import attend as ring_attend
+from .ring_child import make_tensors
 from .sparse_candidates import make_module, make_pattern
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseConfig, SparseMemoryCase
 from .sparse_gate import make_sparse_call, run_sparse_call, sparse_rows_error
@@ -48,12 +54,10 @@ def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
     if memory_now is not None and needed > 0.9 * memory_now.available:
         there = f"{memory_now.available / 2**30:.1f} GiB are available"
         return Measured(why_not=f"needs {needed / 2**30:.1f} GiB, {there}")
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "variant": variant}),
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -65,6 +69,13 @@ def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
     answer = json.loads(result.stdout)
     answer["seconds"] = {name: tuple(values) for name, values in answer["seconds"].items()}
     return Measured(**answer)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of this process, in which a child finds this very package."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def measure_memory(case: MemoryCase) -> Measured:
@@ -170,13 +181,56 @@ def measure_build(case: PatternCase, repeats: int) -> Measured:
     return Measured(None, {"peak_extra": read_status("VmHWM") - before, **sizes}, {"build": tuple(seconds)})
 
 
+def measure_ring_module(case: RingStepsCase, variant: str) -> Measured:
+    """Peak memory above that of the inputs in one call of a module; its error against the function."""
+    module = make_ring_module(case.config, variant)
+    run_module(module, make_tensors(case.config, WARMUP_LENGTH), case.backward)
+    tensors = make_tensors(case.config, case.n)
+    before = reset_peak_memory()
+    results = run_module(module, tensors, case.backward)
+    peak = read_status("VmHWM")
+    nbytes = {"peak_extra": peak - before, "results": sum(x.nbytes for x in results)}
+    pairs = zip(results, ring_attend(case.config, tensors, case.backward), strict=True)
+    return Measured(max(largest_error(*pair) for pair in pairs), nbytes)
+
+
+def time_ring_modules(case: RingStepsCase, repeats: int) -> Measured:
+    """Time of a call of each module, interleaved."""
+    tensors = make_tensors(case.config, case.n)
+    candidates = {
+        name: partial(run_module, make_ring_module(case.config, name), tensors, case.backward)
+        for name in ("base", *map(str, case.ring_sizes))
+    }
+    timings = interleave(candidates, repeats)
+    return Measured(None, {}, {name: timing.seconds for name, timing in timings.items()})
+
+
+def make_ring_module(config: RingConfig, variant: str) -> torch.nn.Module:
+    """`DilatedAttention` for "base", or a ring of so many steps in this process."""
+    branches = (config.segment_lengths, config.dilation_rates)
+    if variant == "base":
+        return DilatedAttention(*branches)
+    return RingDilatedAttentionV2(*branches, ring_size=int(variant))
+
+
+def run_module(module: torch.nn.Module, tensors: list[Tensor], backward: bool) -> list[Tensor]:
+    """out, and with `backward` the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_(backward) for x in tensors[:3]]
+    out = module(*leaves)
+    return [out.detach(), *(torch.autograd.grad(out, leaves, tensors[3]) if backward else ())]
+
+
 def input_and_result_bytes(case: Case) -> int:
     """Bytes of all tensors that a case in a process of its own holds at once."""
     if isinstance(case, PatternCase):
         return 0  # no tensors, and a pattern is small
+    itemsize: int
     if isinstance(case, (SparseMemoryCase, ModuleMemoryCase)):
-        itemsize: int = getattr(torch, case.config.dtype).itemsize
+        itemsize = getattr(torch, case.config.dtype).itemsize
         return case.n * case.config.h * (4 * itemsize * case.config.d + 4)
+    if isinstance(case, RingStepsCase):
+        itemsize = getattr(torch, case.config.dtype).itemsize
+        return case.n * case.config.h * (8 if case.backward else 5) * itemsize * case.config.d
     assert isinstance(case, (MemoryCase, LongCase, PoolCase))
     tensors = 8 if not isinstance(case, LongCase) and case.backward else 4
     positions = max(b * n for b, n in case.calls) if isinstance(case, PoolCase) else case.n
@@ -205,6 +259,12 @@ def main() -> None:
             measured = measure_sparse_memory(case)
         elif isinstance(case, ModuleMemoryCase):
             measured = measure_module(case, request["variant"])
+        elif isinstance(case, RingStepsCase):
+            measured = (
+                time_ring_modules(case, request["repeats"])
+                if request["variant"] == "time"
+                else measure_ring_module(case, request["variant"])
+            )
         elif isinstance(case, PatternCase):
             measured = measure_build(case, request["repeats"])
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase
 from .measure import Timing
+from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
 
 
@@ -55,6 +56,12 @@ def make_figures(case: Case, timings: dict[str, Timing], counts: dict[str, int])
         case ModuleMemoryCase():
             ratio = _ratio(counts, "peak_extra_module", "peak_extra_base")
             return (Figure("peak extra memory over that of the base", ratio, target=case.target),)
+        case RingTimeCase():
+            return tuple(_ring_time_figures(case, timings))
+        case RingMemoryCase():
+            return tuple(_ring_memory_figures(case, counts))
+        case RingStepsCase():
+            return tuple(_ring_steps_figures(case, timings, counts))
         case LongCase():
             peak = Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target)
             return (peak, *_time_figures(timings.get("long"), timings.get("base"), case.time_target))
@@ -93,6 +100,33 @@ def _pool_figures(case: PoolCase, timings: dict[str, Timing], counts: dict[str, 
         measured = counts.keys() >= {"peak_fresh", f"peak_{name}"}
         ratio = counts[f"peak_{name}"] / counts["peak_fresh"] if measured else None
         yield Figure(f"peak memory with {name}", ratio, target=case.memory_target)
+
+
+def _ring_time_figures(case: RingTimeCase, timings: dict[str, Timing]) -> Iterator[Figure]:
+    """By strategy the ratios of minima and of medians to one process."""
+    for strategy in STRATEGIES:
+        pair = _time_figures(timings.get(strategy), timings.get("alone"), case.target)
+        yield from (replace(figure, name=f"{strategy}: {figure.name}") for figure in pair)
+
+
+def _ring_memory_figures(case: RingMemoryCase, counts: dict[str, int]) -> Iterator[Figure]:
+    """By number of ranks the memory of all of them over that of the first number."""
+    first = case.ranks[0]
+    for size in case.ranks[1:]:
+        ratio = _ratio(counts, f"peak {size}", f"peak {first}")
+        scaled = None if ratio is None else ratio * size / first
+        yield Figure(f"{size} ranks: memory of all over that of {first}", scaled, target=case.target)
+
+
+def _ring_steps_figures(
+    case: RingStepsCase, timings: dict[str, Timing], counts: dict[str, int]
+) -> Iterator[Figure]:
+    """By ring size the ratio of peak memory to the base, then of minimal times."""
+    for size in case.ring_sizes:
+        ratio = _ratio(counts, f"peak_extra {size}", "peak_extra base")
+        yield Figure(f"ring_size {size}: peak extra memory over the base", ratio, target=case.target)
+        time = timings[str(size)].minimum / timings["base"].minimum if timings else None
+        yield Figure(f"ring_size {size}: time over the base", time)
 
 
 def _time_figures(

@@ -11,6 +11,8 @@ from .child import measure_in_child
 from .gate import accept, check_case
 from .measure import interleave
 from .record import Result, make_result
+from .ring_cases import RingCase, RingStepsCase, RingTimeCase
+from .ring_run import run_ring
 from .sparse_candidates import count_sparse_flops, entry_config, make_pattern, time_candidates
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseCase, SparseTimeCase
 from .sparse_gate import accept_sparse, check_density, check_sparse_case
@@ -18,8 +20,11 @@ from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    if repeats is None or not isinstance(case, (TimeCase, PoolCase, SparseTimeCase)):
+    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase)
+    if repeats is None or not isinstance(case, times):
         repeats = case.repeats
+    if isinstance(case, RingCase):
+        return run_ring(case, repeats, say)
     if isinstance(case, SparseCase):
         return _run_sparse(case, repeats, say)
     say(f"{case.name}: checking")

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ..plan import BlockPattern
 from ..reference import block_sparse_attention_reference
-from .gate import Results, WrongAnswerError, accept, choose_places, largest_error, results_error
+from .gate import TOLERANCES, Results, WrongAnswerError, accept, choose_places, largest_error, results_error
 from .sparse_candidates import attend_sparse, entry_config, make_pattern
 from .sparse_cases import PatternCase, SparseCase, SparseConfig, SparseTimeCase
 
 REDUCED_BLOCK = 16
 REDUCED_BLOCKS = 48
-TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from .cases import LongCase, MemoryCase, PoolCase, TimeCase, describe
 from .figures import Figure, show_value
 from .measure import Timing
 from .record import Record, Result
+from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+PLAN_BEGIN, PLAN_END = "<!-- plan:begin -->", "<!-- plan:end -->"
 
 
 def to_markdown(record: Record) -> str:
@@ -24,6 +26,13 @@ def to_markdown(record: Record) -> str:
         ("**Block-sparse memory** that a call adds to its inputs", SparseMemoryCase, _sparse_memory_table),
         ("**Pattern builds** alone", PatternCase, _build_table),
         ("**Modules**: memory that a call adds, over the base", ModuleMemoryCase, _module_table),
+        ("**Several ranks, time** over one process with as many threads", RingTimeCase, _ring_time_table),
+        ("**Several ranks, memory**: that of all ranks over that of one", RingMemoryCase, _ring_memory_table),
+        (
+            "**One process in steps**: `RingDilatedAttentionV2` over the base",
+            RingStepsCase,
+            _ring_steps_table,
+        ),
     ]
     parts = []
     for title, kind, table in kinds:
@@ -33,13 +42,13 @@ def to_markdown(record: Record) -> str:
     return "\n\n".join([*parts, _origin(record)]) + "\n"
 
 
-def replace_between_markers(text: str, table: str) -> str:
-    """The text with everything between the two bench markers replaced by the table."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the text must hold one {BEGIN} and after it one {END}")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
+def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+    """The text with everything between the two markers, by default bench's, replaced by the table."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text must hold one {begin} and after it one {end}")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{table.strip()}\n\n{end}{after}"
 
 
 def _time_table(results: Iterable[Result]) -> str:
@@ -51,7 +60,7 @@ def _time_table(results: Iterable[Result]) -> str:
         times = [_milliseconds(bare), _milliseconds(dilated)]
         rows.append([result.case.name, *times, speed, _number(minimum), _number(median), _verdict(minimum)])
     head = ["case", "bare, ms", "dilated, ms", "GFLOP/s", "ratio of minima", "of medians", "target"]
-    return _table(head, rows)
+    return make_table(head, rows)
 
 
 def _memory_table(results: Iterable[Result]) -> str:
@@ -59,7 +68,7 @@ def _memory_table(results: Iterable[Result]) -> str:
     for result in results:
         peak, nbytes = (_mebibytes(result.counts.get(name)) for name in ("peak_extra", "results"))
         rows.append([result.case.name, peak, nbytes, *_shown(result, result.figures[0])])
-    return _table(["case", "peak extra, MiB", "results, MiB", "ratio", "target"], rows)
+    return make_table(["case", "peak extra, MiB", "results, MiB", "ratio", "target"], rows)
 
 
 def _long_table(results: Iterable[Result]) -> str:
@@ -70,7 +79,7 @@ def _long_table(results: Iterable[Result]) -> str:
         times = [seconds.get("base", ""), seconds.get("long", "")]
         rows.append([result.case.name, *_shown(result, peak), *times, *_shown(result, minimum)])
     head = ["case", "peak memory", "target", "short calls", "long call", "ratio of minima", "target"]
-    return _table(head, rows)
+    return make_table(head, rows)
 
 
 def _pool_table(results: Iterable[Result]) -> str:
@@ -81,7 +90,7 @@ def _pool_table(results: Iterable[Result]) -> str:
         peak = _mebibytes(result.counts.get("peak_extra_fresh"))
         rows.append([result.case.name, milliseconds, *cells[:4], peak, *cells[4:]])
     head = ["case", "fresh, ms", "pool", "lightweight", "manager", "no plan cache"]
-    return _table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
+    return make_table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
 
 
 def _pool_cell(figure: Figure) -> str:
@@ -112,7 +121,7 @@ def _sparse_table(results: Iterable[Result]) -> str:
         "speed-up over dense",
         "target",
     ]
-    return _table(head, rows)
+    return make_table(head, rows)
 
 
 def _sparse_memory_table(results: Iterable[Result]) -> str:
@@ -126,7 +135,7 @@ def _sparse_memory_table(results: Iterable[Result]) -> str:
         cells = [*_shown(result, memory), pattern, *times, *_shown(result, build)]
         rows.append([result.case.name, peak, nbytes, *cells])
     head = ["case", "peak extra, MiB", "out + lse, MiB", "ratio", "target"]
-    return _table([*head, "pattern, MiB", "build, s", "attention, s", "ratio", "target"], rows)
+    return make_table([*head, "pattern, MiB", "build, s", "attention, s", "ratio", "target"], rows)
 
 
 def _build_table(results: Iterable[Result]) -> str:
@@ -135,7 +144,7 @@ def _build_table(results: Iterable[Result]) -> str:
         seconds = [f"{min(values):.3f}" for values in result.seconds.values()] or [""]
         nbytes = _mebibytes(result.counts.get("pattern"))
         rows.append([result.case.name, *seconds, nbytes, *_shown(result, result.figures[0])])
-    return _table(["case", "s", "pattern, MiB", "peak extra", "target"], rows)
+    return make_table(["case", "s", "pattern, MiB", "peak extra", "target"], rows)
 
 
 def _module_table(results: Iterable[Result]) -> str:
@@ -144,7 +153,56 @@ def _module_table(results: Iterable[Result]) -> str:
         names = ("peak_extra_module", "peak_extra_base")
         module, base = (_mebibytes(result.counts.get(name)) for name in names)
         rows.append([result.case.name, module, base, *_shown(result, result.figures[0])])
-    return _table(["case", "peak extra, MiB", "of the base, MiB", "ratio", "target"], rows)
+    return make_table(["case", "peak extra, MiB", "of the base, MiB", "ratio", "target"], rows)
+
+
+def _ring_time_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        alone = _milliseconds(Timing(result.seconds["alone"])) if result.seconds else ""
+        for strategy, minimum, median in zip(
+            STRATEGIES, result.figures[::2], result.figures[1::2], strict=True
+        ):
+            ranks = _milliseconds(Timing(result.seconds[strategy])) if result.seconds else ""
+            received = _mebibytes(result.counts.get(f"received {strategy}"))
+            ratios = [*_shown(result, minimum)[:1], _number(median), _verdict(minimum)]
+            rows.append([f"{result.case.name}, {strategy}", alone, ranks, *ratios, received])
+    head = ["case and strategy", "one process, ms", "ranks, ms", "ratio of minima", "of medians", "target"]
+    return make_table([*head, "received by a rank, MiB"], rows)
+
+
+def _ring_memory_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        assert isinstance(result.case, RingMemoryCase)
+        figures = [Figure("", 1.0 if result.counts else None), *result.figures]
+        for size, figure in zip(result.case.ranks, figures, strict=True):
+            names = ("peak", "tensors", "received")
+            cells = [_mebibytes(result.counts.get(f"{name} {size}")) for name in names]
+            label = f"{result.case.name}, {size} rank{'' if size == 1 else 's'}"
+            rows.append([label, *cells, *_shown(result, figure)])
+    head = ["case", "peak of a rank, MiB", "its tensors, MiB", "it receives, MiB", "times ranks, over one"]
+    return make_table([*head, "target"], rows)
+
+
+def _ring_steps_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        assert isinstance(result.case, RingStepsCase)
+        names = ["base", *map(str, result.case.ring_sizes)]
+        figures = dict(
+            zip(names[1:], zip(result.figures[::2], result.figures[1::2], strict=True), strict=True)
+        )
+        for name in names:
+            peak = _mebibytes(result.counts.get(f"peak_extra {name}"))
+            times = _milliseconds(Timing(result.seconds[name])) if name in result.seconds else ""
+            if name == "base":
+                rows.append([f"{result.case.name}, base", peak, "", "", times, ""])
+                continue
+            memory, time = figures[name]
+            label = f"{result.case.name}, ring_size {name}"
+            rows.append([label, peak, *_shown(result, memory), times, _number(time)])
+    return make_table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
 
 
 def _shown(result: Result, figure: Figure) -> list[str]:
@@ -153,7 +211,7 @@ def _shown(result: Result, figure: Figure) -> list[str]:
     return [_number(figure), _verdict(figure)]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def make_table(head: list[str], rows: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
 

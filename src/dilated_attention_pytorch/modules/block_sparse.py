@@ -16,11 +16,11 @@ from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..plan import BlockPattern
-from ..ring import ring_block_sparse_attention, shard_lengths_of
+from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
-from .ring import RingOptions
+from .ring import RingOptions, check_together
 from .skin import AttentionSkin, one_dropout
 
 
@@ -227,24 +227,12 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         self._check_ring()
         if not self.is_sharded:
             return super()._attend(query, key, value, is_causal, mask)
-        part: Tensor = self._attend_part(query, key, value, is_causal, mask)
-        return part
-
-    # Compilers cannot look into a group, nor trace transfers: they break the graph here.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend_part(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
-        # What is no (b, n, h, d) tensor is refused below, where the other processes get to know of it.
-        n_local, num_heads = query.shape[1:3] if _has_heads(query) else (0, 1)
-        lengths = shard_lengths_of(n_local, self.ring.group)
         out: Tensor = ring_block_sparse_attention(
             query,
             key,
             value,
-            self._whole_pattern(sum(lengths), num_heads, is_causal),
+            partial(self._whole_pattern, query, is_causal),
             group=self.ring.group,
-            shard_lengths=lengths,
             is_causal=is_causal,
             scale=self.spec.scale,
             dropout_p=self._dropout_now,
@@ -259,8 +247,15 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         )
         return out
 
-    def _whole_pattern(self, n: int, num_heads: int, is_causal: bool) -> BlockPattern:
+    def _check_declared(self, query: Tensor) -> None:
+        if self.is_sharded:
+            check_together(self.ring, partial(super()._check_declared, query))
+        else:
+            super()._check_declared(query)
+
+    def _whole_pattern(self, query: Tensor, is_causal: bool, n: int) -> BlockPattern:
         """`get_pattern`, kept in the pattern cache unless it was given."""
+        num_heads = query.shape[2]
         build = partial(self.get_pattern, n, num_heads, is_causal=is_causal)
         cache = self.pattern_cache
         if cache is None or self.pattern is not None:
@@ -269,10 +264,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         return {**super()._changed(), **self.ring.changed()}
-
-
-def _has_heads(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 4
 
 
 # The pattern depends on values, which no compiler can trace.

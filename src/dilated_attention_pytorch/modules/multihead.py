@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .presets import ImprovedDilatedAttention
-from .ring import RingDilatedAttentionV2
+from .ring import RingDilatedAttentionV2, check_together
 from .skin import AttentionSkin
 
 
@@ -119,21 +120,12 @@ class MultiheadSkin(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        check_flags(need_weights=need_weights, is_causal=is_causal)
-        self._check_inputs(query, key, value)
-        if getattr(self.attention, "is_sharded", False) and (need_weights or attn_mask is not None):
-            asked = "need_weights" if need_weights else "attn_mask"
-            raise ValueError(
-                "weights and masks (n, n) need the whole sequence in one process (is_causal and "
-                f"key_padding_mask do not), got {asked} with a part in each"
-            )
-        b, n = query.shape[:2] if self.batch_first else query.shape[1::-1]
-        attend = None if key_padding_mask is None else _attended(key_padding_mask, b, n, query.device)
-        if attn_mask is not None:
-            _check_causal_mask(attn_mask, n)
-            is_causal = True
-        if need_weights and not hasattr(self.attention, "attention_weights"):
-            raise ValueError(f"need_weights needs attention_weights, got a {type(self.attention).__name__}")
+        check = partial(
+            self._check_call, query, key, value, key_padding_mask, need_weights, attn_mask, is_causal
+        )
+        is_sharded = getattr(self.attention, "is_sharded", False)
+        attend = check_together(self.attention.ring, check) if is_sharded else check()
+        is_causal = is_causal or attn_mask is not None
         q, k, v = self._project(query, key, value)
         out = self.attention(q, k, v, is_causal=is_causal, attention_mask=attend).flatten(2)
         out = self.out_proj(out if self.norm is None else self.norm(out))
@@ -189,6 +181,32 @@ class MultiheadSkin(nn.Module):
             projected = [nn.functional.linear(x, weight, bias) for x, weight, bias in inputs]
         heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
         return heads if self.batch_first else [x.transpose(0, 1) for x in heads]
+
+    def _check_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ignored: Tensor | None,
+        need_weights: bool,
+        mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor | None:
+        """Checks the arguments of `forward`, and returns the mask of keys that may be attended."""
+        check_flags(need_weights=need_weights, is_causal=is_causal)
+        self._check_inputs(query, key, value)
+        if getattr(self.attention, "is_sharded", False) and (need_weights or mask is not None):
+            asked = "need_weights" if need_weights else "attn_mask"
+            raise ValueError(
+                "weights and masks (n, n) need the whole sequence in one process (is_causal and "
+                f"key_padding_mask do not), got {asked} with a part in each"
+            )
+        b, n = query.shape[:2] if self.batch_first else query.shape[1::-1]
+        if mask is not None:
+            _check_causal_mask(mask, n)
+        if need_weights and not hasattr(self.attention, "attention_weights"):
+            raise ValueError(f"need_weights needs attention_weights, got a {type(self.attention).__name__}")
+        return None if ignored is None else _attended(ignored, b, n, query.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         layout = "(b, n, embed_dim)" if self.batch_first else "(n, b, embed_dim)"

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..ring import group_size, plan_ring, ring_dilated_attention
+from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
 from ..ring.comm import Group, find_ring
 from ..ring.schedule import STRATEGIES
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
 from .attention import DilatedAttention
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,12 @@ class RingOptions:
         return self  # a group cannot be copied: the copies of a module belong to the same one
 
 
-# Compilers cannot look into a group, nor trace transfers: they break the graph here.
+# Compilers cannot look into a group: they break the graph here.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_part(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    out: Tensor = ring_dilated_attention(query, key, value, **options)
-    return out
+def check_together(ring: RingOptions, check: Callable[[], _T]) -> _T:
+    """Checks a call; what is wrong with it in one process becomes an error of all."""
+    with sharing_errors(ring.group, ring.timeout):
+        return check()
 
 
 class RingDilatedAttentionV2(DilatedAttention):
@@ -135,13 +139,19 @@ class RingDilatedAttentionV2(DilatedAttention):
         """Whether inputs are parts of a sequence: the group has more than one process."""
         return self.ring.num_processes > 1
 
+    def _check_declared(self, query: Tensor) -> None:
+        if self.is_sharded:
+            check_together(self.ring, partial(super()._check_declared, query))
+        else:
+            super()._check_declared(query)
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
         options, ring = self._call_options(is_causal, mask), self.ring
         attend: Callable[..., Tensor] = dilated_attention
         if self.is_sharded:
-            attend = _attend_part
+            attend = ring_dilated_attention
             options |= {"group": ring.group, "strategy": self.strategy, "timeout": ring.timeout}
         return attend(query, key, value, **options, steps=ring.steps)
 

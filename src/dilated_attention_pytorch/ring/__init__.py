@@ -1,5 +1,6 @@
 """WHERE rows live: attention over sequences that several processes hold in parts."""
 
+from .agreement import sharing_errors
 from .attention import ring_dilated_attention
 from .block_sparse import ring_block_sparse_attention
 from .comm import RingError, Traffic, group_size, ring_traffic
@@ -20,5 +21,6 @@ __all__ = [
     "shard_lengths_of",
     "shard_positions",
     "shard_sequence",
+    "sharing_errors",
     "unshard_sequence",
 ]

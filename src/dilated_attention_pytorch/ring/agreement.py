@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..core.sources import find_source
 from ..core.workspace import Workspace
-from .comm import Ring
+from .comm import Group, Ring, check_timeout, digest, find_ring
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NUM_FACTS = 16  # of any call, so that ranks that call different functions still understand each other
+NUM_FACTS = 24  # of any call, so that ranks that call different functions still understand each other
+
+
+_KNOWN = "_known_to_the_ring"  # of errors that all ranks have heard of
 
 
 class Agreement:
@@ -42,7 +47,7 @@ class Agreement:
             "the dtype": _DTYPES.index(q.dtype),
             "having a key_mask": int(key_mask is not None),
             "requiring gradients": int(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))),
-            "giving shard_lengths": int(given is not None),
+            "shard_lengths": 0 if given is None else digest(given),
             **facts,
         }
         facts |= {f"fact {i}": 0 for i in range(len(facts), NUM_FACTS)}
@@ -56,15 +61,28 @@ class Agreement:
 
 
 @contextmanager
-def agree(ring: Ring, q: Tensor) -> Iterator[Agreement]:
+def agree(ring: Ring, q: Tensor, timeout: float | timedelta | None) -> Iterator[Agreement]:
     """What goes wrong inside, before the agreement is made, becomes an error of all ranks."""
     agreement = Agreement(ring, q.device if isinstance(q, Tensor) else torch.device("cpu"))
     try:
+        ring.timeout = check_timeout(timeout)
         yield agreement
-    except (TypeError, ValueError):
-        if not agreement.is_made:
+    except (TypeError, ValueError) as error:
+        if not agreement.is_made and not getattr(error, _KNOWN, False):
             ring.refuse(NUM_FACTS + 1, agreement.device)
+        setattr(error, _KNOWN, True)
         raise
+
+
+@contextmanager
+def sharing_errors(group: Group = None, timeout: float | timedelta | None = None) -> Iterator[None]:
+    """What goes wrong inside, before a call of the ring, becomes an error of all its ranks.
+
+    For code that checks arguments before it calls: ranks that pass would wait for those that do not.
+    """
+    ring = find_ring(group)
+    with nullcontext() if ring is None or ring.size == 1 else agree(ring, torch.empty(0), timeout):
+        yield
 
 
 def lend_workspace(memory: str, device: torch.device) -> AbstractContextManager[Workspace]:
@@ -74,6 +92,30 @@ def lend_workspace(memory: str, device: torch.device) -> AbstractContextManager[
     """
     lend = find_source(memory)
     return nullcontext(Workspace()) if lend is None else lend(device)
+
+
+def rank_seed(ring: Ring) -> Tensor:
+    """What dropout draws from: ranks that share a seed must not share masks."""
+    drawn = torch.randint(2**61, (1,), device="cpu")
+    return (drawn + ring.rank * 2**50) % 2**62
+
+
+@overload
+def nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The results of a rank without tokens, or heads, differentiable.
+
+    A tensor is saved for backward, or activation checkpointing would not call this rank again with others.
+    """
+    out = (q + k.sum() + v.sum()) * q.new_ones(())
+    lse = out.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    return (out, lse) if return_lse else out
 
 
 def check_alone(shard_lengths: Sequence[int] | None, q: Tensor) -> None:
@@ -87,7 +129,7 @@ def _check_lengths(shard_lengths: Sequence[int] | None, ring: Ring, q: Tensor) -
         return None
     lengths = tuple(shard_lengths)
     if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in lengths):
-        raise TypeError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
     if len(lengths) != ring.size:
         raise ValueError(f"shard_lengths must name the tokens of {ring.size} ranks, got {len(lengths)}")
     if lengths[ring.rank] != q.shape[1]:

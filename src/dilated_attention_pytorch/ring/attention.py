@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from .. import engine
-from ..attention_op import attention_inputs, without_autocast
+from ..block_engine import Merged
 from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
 from ..core.blocks import check_flags
 from ..core.pattern_cache import get_global_pattern_cache
-from ..engine import Gradients, Inputs
+from ..engine import Gradients, Inputs, shape_of
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Plan, Shape, Tile, plan_crossing, plan_dilated
 from ..plan.shape import Pass
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
-from .agreement import agree, check_alone, lend_workspace
-from .comm import Group, Ring, digest, find_ring
+from .agreement import agree, check_alone, nothing, rank_seed
+from .autograd import Heads, attend
+from .comm import Group, Ring, check_timeout, digest, find_ring
 from .exchange import Exchange, Piece
 from .schedule import STRATEGIES, RingSchedule
 from .ulysses import to_heads, to_tokens
@@ -41,12 +42,11 @@ class _Call:
     part: Part
     travels: bool  # whether keys do
 
-    def plan(self, q: Tensor, k: Tensor, direction: Pass) -> Plan:
-        b, n, h, d = q.shape
+    def plan(self, inputs: Inputs, direction: Pass) -> Plan:
         return plan_dilated(
             self.schedule.spec,
-            Shape(b, n, h, k.shape[2], d),
-            itemsize=q.element_size(),
+            shape_of(inputs),
+            itemsize=inputs.q.element_size(),
             direction=direction,
             docs=self.schedule.docs,
             workspace_bytes=self.options.workspace_bytes,
@@ -55,8 +55,23 @@ class _Call:
             lane=self.schedule.lanes[0][1] if self.schedule.strategy == "ring" else None,
         )
 
-    def elsewhere(self, inputs: Inputs, direction: Pass) -> _Elsewhere | None:
-        return _Elsewhere(self, inputs, direction) if self.travels else None
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        # With dropout both passes must cut the same tiles.
+        plan = self.plan(inputs, "backward" if self.options.dropout_p else "forward")
+        elsewhere = _Elsewhere(self, inputs, "forward") if self.travels else None
+        results = engine.forward(plan, inputs, elsewhere)
+        if elsewhere is not None:
+            elsewhere.exchange.finish()
+        return results
+
+    def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
+        elsewhere = _Elsewhere(self, inputs, "backward") if self.travels else None
+        out, lse, grad_out, grad_lse = merged.out, merged.lse, merged.grad_out, merged.grad_lse
+        plan = self.plan(inputs, "backward")
+        gradients = engine.backward(plan, inputs, out, lse, grad_out, grad_lse, elsewhere)
+        if elsewhere is not None:
+            elsewhere.exchange.finish()
+        return gradients
 
 
 class _Elsewhere:
@@ -77,15 +92,14 @@ class _Elsewhere:
             yield self._with_tiles(piece)
 
     def _with_tiles(self, piece: Piece) -> _TiledPiece:
-        call, q = self.call, self.inputs.q
-        b, n, h, d = q.shape
+        call = self.call
         tiles = plan_crossing(
             call.schedule.spec,
-            Shape(b, n, h, self.inputs.k.shape[2], d),
+            shape_of(self.inputs),
             call.part,
             piece.transfer.keys,
             piece.lane,
-            itemsize=q.element_size(),
+            itemsize=self.inputs.q.element_size(),
             docs=call.schedule.docs,
             workspace_bytes=call.options.workspace_bytes,
             first_index=(piece.number + 1) * _TILES_A_ROUND,
@@ -115,74 +129,26 @@ class _TiledPiece:
         rows = torch.arange(tile.k_first, tile.k_first + tile.k_count, device=device) * tile.rate
         first = self.start + tile.start
         heads = list(tile.heads)[:: tile.heads.group]
-        numbers = torch.cat([self.piece.numbers(head.kv, rows + (first + head.row)) for head in heads])
-        batches = torch.arange(tile.batch, tile.batch + tile.num_batch, device=device)
-        return (batches[:, None] * self.piece.batch_step + numbers).flatten()
+        numbers = [self.piece.numbers(tile.batch, head.kv, rows + (first + head.row)) for head in heads]
+        batches = torch.arange(tile.num_batch, device=device)
+        return (batches[:, None] * self.piece.batch_step + torch.cat(numbers)).flatten()
 
 
-class _Attention(torch.autograd.Function):
-    """The engine on the part of a call that is at hand, with the keys that travel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        seed: Tensor | None,
-        call: _Call,
-    ) -> tuple[Tensor, Tensor]:
-        direction: Pass = "backward" if call.options.dropout_p else "forward"  # both must cut the same tiles
-        with without_autocast(q.device), lend_workspace(call.options.memory, q.device) as workspace:
-            inputs = attention_inputs(call.options, q, k, v, key_mask, seed, workspace)
-            elsewhere = call.elsewhere(inputs, "forward")
-            out, lse = engine.forward(call.plan(q, k, direction), inputs, elsewhere)
-            if elsewhere is not None:
-                elsewhere.exchange.finish()
-        ctx.save_for_backward(q, k, v, key_mask, seed, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, key_mask, seed, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        # Also without a gradient of its own: the others wait for this rank.
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        with without_autocast(q.device), lend_workspace(call.options.memory, q.device) as workspace:
-            inputs = attention_inputs(call.options, q, k, v, key_mask, seed, workspace)
-            elsewhere = call.elsewhere(inputs, "backward")
-            plan = call.plan(q, k, "backward")
-            dq, dk, dv = engine.backward(plan, inputs, out, lse, grad_out, grad_lse, elsewhere)
-            if elsewhere is not None:
-                elsewhere.exchange.finish()
-        return dq, dk, dv, None, None, None
-
-
-# Transfers cannot be traced: compilers break the graph here.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: _Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     ring, schedule = call.ring, call.schedule
-    seed = None
-    if call.options.dropout_p:
-        drawn = torch.randint(2**61, (1,), device="cpu")  # ranks that share a seed must not share masks
-        seed = (drawn + ring.rank * 2**50) % 2**62
+    seed = rank_seed(ring) if call.options.dropout_p else None
     if schedule.strategy == "ring":
         if not q.shape[1]:
-            out, lse = q + 0 * (k.sum() + v.sum()), q.sum(-1).transpose(1, 2)
-            return (out, lse.to(torch.promote_types(q.dtype, torch.float32))) if return_lse else out
-        out, lse = _Attention.apply(q, k, v, key_mask, seed, call)
+            return nothing(q, k, v, return_lse)
+        out, lse = attend(Heads(q, k, v, key_mask, seed), call)
         return (out, lse) if return_lse else out
-    heads, mask = to_heads(ring, schedule, (q, k, v), key_mask)
-    if heads[0].shape[2]:
-        out, lse = _Attention.apply(*heads, mask, seed, call)
+    (q, k, v), mask = to_heads(ring, schedule, (q, k, v), key_mask)
+    if q.shape[2]:
+        out, lse = attend(Heads(q, k, v, mask, seed), call)
     else:  # more ranks than key heads: nothing to attend, but gradients to pass on
-        out = heads[0] + heads[1].sum() + heads[2].sum()
-        lse = out.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+        out, lse = nothing(q, k, v, return_lse=True)
     if not return_lse:
         return to_tokens(ring, schedule, (out,))[0]
     out, lse = to_tokens(ring, schedule, (out, lse.transpose(1, 2).unsqueeze(-1)))
@@ -215,6 +181,8 @@ def ring_dilated_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+# Transfers cannot be traced: compilers break the graph here.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -274,7 +242,7 @@ def ring_dilated_attention(
     Raises RingError if a rank dies or a transfer takes too long, and ValueError, on all ranks, if they were
     called with different arguments.
     """
-    ring = find_ring(group, timeout)
+    ring = find_ring(group)
     options = {
         "is_causal": is_causal,
         "scale": scale,
@@ -291,6 +259,7 @@ def ring_dilated_attention(
         "use_pattern_cache": use_pattern_cache,
     }
     if ring is None or ring.size == 1:
+        check_timeout(timeout)
         one_of("strategy", strategy, STRATEGIES)
         check_alone(shard_lengths, q)
         return dilated_attention(  # type: ignore[no-any-return, call-overload]
@@ -302,7 +271,7 @@ def ring_dilated_attention(
             return_lse=return_lse,
             steps=steps,
         )
-    with agree(ring, q) as agreement:
+    with agree(ring, q, timeout) as agreement:
         spec = DilatedSpec(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
         q, k, v = autocast_inputs(q, k, v)
         check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
@@ -316,8 +285,6 @@ def ring_dilated_attention(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
-        documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        settings = digest(replace(spec, is_causal=False, dropout_p=0.0), return_lse, documents)
         lengths = agreement.of(
             q,
             k,
@@ -328,8 +295,16 @@ def ring_dilated_attention(
             strategy=STRATEGIES.index(strategy),
             workspace_bytes=workspace_bytes,
             steps=steps,
+            return_lse=int(return_lse),
+            segment_lengths=digest(spec.segment_lengths),
+            dilation_rates=digest(spec.dilation_rates),
+            scale=digest(spec.scale),
             dropout_p=digest(spec.dropout_p),
-            settings=settings,
+            head_mixing=digest(spec.head_mixing),
+            head_offsets=digest(spec.head_offsets),
+            tail=digest(spec.tail),
+            detach_mixing=int(spec.detach_mixing),
+            cu_seqlens=0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
         )
     b, _, h, d = q.shape
     n = sum(lengths)
@@ -343,10 +318,13 @@ def ring_dilated_attention(
         spec=spec,
         docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
         strategy="ulysses" if strategy == "ulysses" or detach_mixing else "ring",
+        return_lse=return_lse,
     )
     if strategy == "auto" and not detach_mixing:
         other = replace(schedule, strategy="ulysses")
         schedule = other if other.cost < schedule.cost else schedule
+    if use_pattern_cache:  # an equal one knows its rounds
+        schedule = get_global_pattern_cache().get_or_build(("ring", schedule), lambda: schedule)
     start = schedule.shard(ring.rank)[0]
     part = Part(n, start, h, 0)
     if schedule.strategy == "ulysses":
@@ -370,4 +348,4 @@ def ring_dilated_attention(
         part,
         travels=schedule.strategy == "ring" and bool(schedule.rounds(ring.rank)),
     )
-    return _attend(q, k, v, key_mask, call, return_lse)  # type: ignore[no-any-return]
+    return _attend(q, k, v, key_mask, call, return_lse)

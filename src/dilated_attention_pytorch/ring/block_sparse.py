@@ -1,5 +1,326 @@
-"""Block-sparse attention over a sequence whose parts lie on several ranks."""
+"""Block-sparse attention over a sequence whose parts lie on several ranks: kept blocks travel, each once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..block_engine import Merged, attend_into, gradients_into, tile_tokens
+from ..block_ops import BY_THREADS, BlockOptions, sized
+from ..block_sparse import block_sparse_attention, check_fit
+from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
+from ..core.block_patterns import get_block_pattern_cache
+from ..core.blocks import check_flags
+from ..engine import Inputs, scatter
+from ..kernels import How
+from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, BlockPlan, Shape, plan_blocks
+from ..plan.block_sparse import Panel, Tile
+from ..plan.segments import Range
+from ..plan.shape import Pass
+from ..spec import DilatedSpec
+from .agreement import agree, check_alone, nothing, rank_seed
+from .autograd import Heads, attend
+from .comm import Group, Ring, check_timeout, digest, find_ring
+from .exchange import Exchange, Piece
+from .positions import Positions
+from .schedule import Schedule
 
 
-def ring_block_sparse_attention(*args, **kwargs):
-    raise NotImplementedError
+@dataclass(frozen=True, kw_only=True)
+class BlockSchedule(Schedule):
+    """Who needs which blocks of whom."""
+
+    pattern: BlockPattern
+
+    @property
+    def differs_by_batch(self) -> bool:
+        return len(self.pattern) not in (1, self.shape.h)
+
+    def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
+        pattern, h, h_kv = self.pattern, self.shape.h, self.shape.h_kv
+        batches = self.shape.b if self.differs_by_batch else 1
+        is_future = pattern.is_causal and keys[0] >= queries[1]
+        if is_future or queries[0] == queries[1] or keys[0] == keys[1]:
+            return ((),) * (batches * h_kv)
+        runs = [self._runs(layout, queries, keys) for layout in range(len(pattern))]
+        if len(pattern) == 1:
+            return (runs[0],) * h_kv
+        group = h // h_kv
+        return tuple(sum(runs[i : i + group], ()) for i in range(0, batches * h, group))
+
+    def _runs(self, layout: int, queries: Range, keys: Range) -> Positions:
+        """The kept positions of a range of keys."""
+        pattern, size = self.pattern, self.pattern.block_size
+        rows = layout * pattern.rows + queries[0] // size, layout * pattern.rows - (-queries[1] // size)
+        columns = pattern.columns[int(pattern.starts[rows[0]]) : int(pattern.starts[rows[1]])]
+        is_asked = (columns >= keys[0] // size) & (columns < -(-keys[1] // size))
+        columns = torch.unique(columns[is_asked])
+        if not columns.numel():
+            return ()
+        breaks = (columns.diff() != 1).nonzero().flatten()
+        firsts = [int(columns[0]), *columns[breaks + 1].tolist()]
+        lasts = [*columns[breaks].tolist(), int(columns[-1])]
+        return tuple(
+            range(max(keys[0], first * size), min(keys[1], (last + 1) * size))
+            for first, last in zip(firsts, lasts, strict=True)
+        )
+
+    def plan(self, queries: Range, keys: Range, lane: Range, use_cache: bool) -> BlockPlan:
+        """How queries meet keys, for the query heads of a lane."""
+        group = self.shape.h // self.shape.h_kv
+        heads = range(lane[0] * group, (lane[0] + lane[1]) * group)
+        layouts: Sequence[int] = (0,)
+        if len(self.pattern) > 1:
+            layouts = [b + h for b in range(0, len(self.pattern), self.shape.h) for h in heads]
+        build = partial(plan_blocks, self.pattern, queries, keys, layouts)
+        if not use_cache:
+            return build()
+        key = ("ring_blocks", self.pattern.key, queries, keys, tuple(layouts))
+        plan: BlockPlan = get_block_pattern_cache().get_or_build(key, build)
+        return plan
+
+
+@dataclass(frozen=True)
+class _BlockPiece:
+    """A piece as block-sparse attention meets it."""
+
+    piece: Piece
+    block_size: int
+
+    def gather(self, panel: Panel, tile: Tile, number: int, inputs: Inputs) -> tuple[Tensor, Tensor, How]:
+        k, v, mask = self.piece.gather(self._index(panel, tile), inputs)
+        shape = (panel.num_kv * tile.columns.shape[0], 1, tile.k_len, k.shape[-1])
+        seen = None if mask is None else mask.view(shape[:3])
+        return inputs.how(k.view(shape), v.view(shape), seen, panel.index * 2**16 + number, tile.is_causal)
+
+    def add(self, panel: Panel, tile: Tile, dk: Tensor, dv: Tensor) -> None:
+        self.piece.add(self._index(panel, tile), dk, dv)
+
+    def _index(self, panel: Panel, tile: Tile) -> Tensor:
+        tokens = tile_tokens(tile, self.block_size, self.piece.keys.device).flatten()
+        first = self.piece.lane[0] + panel.kv
+        heads = range(first, first + panel.num_kv)
+        return torch.cat([self.piece.numbers(panel.batch, head, tokens) for head in heads])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of a rank's call, and the engine on it, lane by lane of key heads."""
+
+    ring: Ring
+    schedule: BlockSchedule
+    options: BlockOptions
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        q, workspace = inputs.q, inputs.workspace
+        out = workspace.result(q.shape, q.dtype, q.device)
+        lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
+        exchange = self._exchange(inputs, "forward")
+        for lane in self.schedule.lanes:
+            part, heads = self._lane(inputs, lane)
+            block = out[:, :, heads]
+            total = self._total("acc_out", block, inputs)
+            rows = self.options.workspace_bytes, total, lse[:, heads]
+            attend_into(self._plan(lane), part, *rows)
+            for piece in exchange.pieces(lane) if exchange else ():
+                salted = replace(part, seed=scatter(part.seed + 1 + piece.number))
+                attend_into(self._plan(lane, piece), salted, *rows, self._of(piece))
+            if total is not block:
+                block.copy_(total)
+        if exchange:
+            exchange.finish()
+        return out, lse
+
+    def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (inputs.q, inputs.k, inputs.v)
+        dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
+        exchange = self._exchange(inputs, "backward")
+        for lane in self.schedule.lanes:
+            part, heads = self._lane(inputs, lane)
+            kv = slice(lane[0], lane[0] + lane[1])
+            blocks = dq[:, :, heads], dk[:, :, kv], dv[:, :, kv]
+            slots = ("lane_dq", "lane_dk", "lane_dv")
+            totals = tuple(self._total(slot, x, inputs) for slot, x in zip(slots, blocks, strict=True))
+            of_lane = _lane_results(merged, heads)
+            targets = self.options.workspace_bytes, of_lane, totals
+            gradients_into(self._plan(lane), part, *targets)
+            for piece in exchange.pieces_with_gradients(lane, *totals[1:]) if exchange else ():
+                salted = replace(part, seed=scatter(part.seed + 1 + piece.number))
+                gradients_into(self._plan(lane, piece), salted, *targets, self._of(piece))
+            for block, total in zip(blocks, totals, strict=True):
+                if total is not block:
+                    block.copy_(total)
+        if exchange:
+            exchange.finish()
+        return dq, dk, dv
+
+    def _exchange(self, inputs: Inputs, direction: Pass) -> Exchange | None:
+        travels = self.schedule.rounds(self.ring.rank)
+        return Exchange(self.ring, self.schedule, inputs, direction) if travels else None
+
+    def _lane(self, inputs: Inputs, lane: Range) -> tuple[Inputs, slice]:
+        group = self.schedule.shape.h // self.schedule.shape.h_kv
+        heads, kv = slice(lane[0] * group, (lane[0] + lane[1]) * group), slice(lane[0], lane[0] + lane[1])
+        k, v = inputs.k[:, :, kv], inputs.v[:, :, kv]
+        seed = scatter(inputs.seed + lane[0])
+        return replace(inputs, q=inputs.q[:, :, heads], k=k, v=v, seed=seed), heads
+
+    def _plan(self, lane: Range, piece: Piece | None = None) -> BlockPlan:
+        own = self.schedule.shard(self.ring.rank)
+        keys = own if piece is None else piece.transfer.keys
+        return self.schedule.plan(own, keys, lane, self.options.use_pattern_cache)
+
+    def _of(self, piece: Piece) -> _BlockPiece:
+        return _BlockPiece(piece, self.schedule.pattern.block_size)
+
+    @staticmethod
+    def _total(slot: str, block: Tensor, inputs: Inputs) -> Tensor:
+        """Where a lane's sums stand: the result itself, or float32 of half precision."""
+        if block.dtype == inputs.accumulate_dtype:
+            return block
+        return inputs.workspace.take(slot, tuple(block.shape), inputs.accumulate_dtype, block.device)
+
+
+def _lane_results(merged: Merged, heads: slice) -> Merged:
+    grad_lse = None if merged.grad_lse is None else merged.grad_lse[:, heads]
+    return Merged(merged.out[:, :, heads], merged.lse[:, heads], merged.grad_out[:, :, heads], grad_lse)
+
+
+@overload
+def ring_block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Any,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+
+
+@overload
+def ring_block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+# Transfers cannot be traced: compilers break the graph here.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ring_block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | Callable[[int], BlockPattern],
+    *,
+    group: Group = None,
+    shard_lengths: Sequence[int] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    key_mask: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    workspace_bytes: int | None = None,
+    memory: str = "fresh",
+    use_pattern_cache: bool = True,
+    timeout: float | timedelta | None = None,
+    steps: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`block_sparse_attention` over a sequence of which each rank of a group holds a contiguous part.
+
+    Equals `block_sparse_attention` of the whole sequence, forward and gradients. A rank receives the blocks
+    that its own rows keep, each once; shards may cut blocks, but are faster if they do not.
+
+    Args:
+        q: (b, n_local, h, d), this rank's tokens; n_local may differ between ranks and be 0 on some.
+        k, v: (b, n_local, h_kv, d).
+        pattern: of the whole sequence, the same on all ranks; or a function that makes it of the length.
+        group, shard_lengths, key_mask, timeout, steps: as in `ring_dilated_attention`.
+        Others: as in `block_sparse_attention`.
+
+    Returns:
+        out (b, n_local, h, d); with `return_lse` also lse (b, h, n_local).
+    """
+    ring = find_ring(group)
+    if ring is None or ring.size == 1:
+        check_timeout(timeout)
+        check_alone(shard_lengths, q)
+        check_positive_int("steps", steps)
+        if not isinstance(pattern, BlockPattern) and callable(pattern) and isinstance(q, Tensor):
+            pattern = pattern(q.shape[1])
+        return block_sparse_attention(  # type: ignore[no-any-return, call-overload]
+            *(q, k, v, pattern),
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_mask=key_mask,
+            return_lse=return_lse,
+            kernel=kernel,
+            workspace_bytes=workspace_bytes,
+            memory=memory,
+            use_pattern_cache=use_pattern_cache,
+        )
+    with agree(ring, q, timeout) as agreement:
+        if not (isinstance(pattern, BlockPattern) or callable(pattern)):
+            raise TypeError(f"pattern must be a BlockPattern or make one, got {type(pattern).__name__}")
+        q, k, v = autocast_inputs(q, k, v)
+        check_inputs(q, k, v, key_mask, None, least_length=0)
+        refuse_forward_mode("ring_block_sparse_attention", q, k, v)
+        check_execution(kernel, 1 if workspace_bytes is None else workspace_bytes, memory, use_pattern_cache)
+        check_flags(is_causal=is_causal, return_lse=return_lse)
+        check_positive_int("steps", steps)
+        spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds share
+        if isinstance(pattern, BlockPattern):
+            check_fit(pattern, q, is_causal, n=pattern.n)
+        lengths = agreement.of(
+            q,
+            k,
+            v,
+            key_mask,
+            shard_lengths,
+            is_causal=int(is_causal),
+            workspace_bytes=workspace_bytes or BY_THREADS,
+            steps=steps,
+            pattern=digest(pattern.key) if isinstance(pattern, BlockPattern) else 0,
+            scale=digest(spec.scale),
+            dropout_p=digest(spec.dropout_p),
+            return_lse=int(return_lse),
+        )
+    if not isinstance(pattern, BlockPattern):
+        pattern = pattern(sum(lengths))
+        check_fit(pattern, q, is_causal, n=pattern.n)
+    if sum(lengths) != pattern.n:
+        raise ValueError(
+            f"the pattern is for a length of {pattern.n}, got {sum(lengths)} tokens on all ranks"
+        )
+    if not q.shape[1]:
+        return nothing(q, k, v, return_lse)
+    b, _, h, d = q.shape
+    shape = Shape(b, pattern.n, h, k.shape[2], d)
+    sizes = q.element_size(), key_mask is not None, workspace_bytes or DEFAULT_WORKSPACE_BYTES, steps
+    kept = pattern.causal() if is_causal else pattern
+    schedule = BlockSchedule(shape, lengths, *sizes, pattern=kept)
+    if use_pattern_cache:
+        key = ("ring_schedule", kept.key, shape, lengths, sizes)
+        schedule = get_block_pattern_cache().get_or_build(key, lambda: schedule)
+    options = BlockOptions(
+        recipe="",
+        block_size=pattern.block_size,
+        is_causal=is_causal,
+        scale=1.0 / math.sqrt(d) if spec.scale is None else spec.scale,
+        dropout_p=spec.dropout_p,
+        kernel=kernel,
+        workspace_bytes=workspace_bytes or BY_THREADS,
+        memory=memory,
+        use_pattern_cache=use_pattern_cache,
+    )
+    seed = rank_seed(ring) if spec.dropout_p else None
+    out, lse = attend(Heads(q, k, v, key_mask, seed), _Call(ring, schedule, sized(options)))
+    return (out, lse) if return_lse else out

@@ -62,7 +62,7 @@ class Pending(NamedTuple):
 class Ring:
     """This process as a member of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = _TRAFFIC.setdefault(str(group.group_name), Traffic())
@@ -143,7 +143,7 @@ class Ring:
 
 def find_ring(group: Group = None, timeout: float | timedelta | None = None) -> Ring | None:
     """This process as a member of the group; None if it stands alone (torch.distributed is not in use)."""
-    limit = _check_timeout(timeout)
+    limit = check_timeout(timeout)
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ValueError("a group needs torch.distributed to be initialised, and it is not")
@@ -184,7 +184,8 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
     return "gloo" in backend or "mpi" in backend
 
 
-def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
+def check_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    """Seconds as a timedelta."""
     if timeout is None or isinstance(timeout, timedelta):
         seconds = 1.0 if timeout is None else timeout.total_seconds()
     elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)):

@@ -27,13 +27,18 @@ class Piece:
         self.number, self.transfer, self.lane = step.number, transfer, step.lane
         self.positions = [list_positions(each).to(keys.device) for each in transfer.needs]
         self.first = list(accumulate((x.numel() for x in self.positions), initial=0))
-        self.batch_step, self.keys, self.mask = keys.shape[1] // max(1, batch), keys, mask
+        # From one batch to the next in rows, or in the list of heads if batches differ.
+        per_batch = transfer.times == 1 and batch > 1
+        self.batch_step = 0 if per_batch else keys.shape[1] // max(1, batch)
+        self.heads_a_batch = step.lane[1] if per_batch else 0
+        self.keys, self.mask = keys, mask
         self.gradients: Tensor | None = None
 
-    def numbers(self, kv: int, positions: Tensor) -> Tensor:
-        """The row numbers of positions of a key head, in the first batch."""
-        head = kv - self.lane[0]
-        return torch.searchsorted(self.positions[head], positions) + self.first[head]
+    def numbers(self, batch: int, kv: int, positions: Tensor) -> Tensor:
+        """The row numbers of positions of a batch's key head."""
+        head = kv - self.lane[0] + batch * self.heads_a_batch
+        first = self.first[head] + batch * self.batch_step
+        return torch.searchsorted(self.positions[head], positions.contiguous()) + first
 
     def gather(self, index: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of keys and values, and their mask, by number."""
@@ -130,22 +135,20 @@ class Exchange:
         self._free(self._moving, number)
         receives, sends = [], []
         keys = mask = None
-        batch, d, device = inputs.k.shape[0], inputs.k.shape[-1], inputs.k.device
+        d, device = inputs.k.shape[-1], inputs.k.device
         if step.receive is not None:
-            rows = batch * step.receive.rows
+            rows = step.receive.rows
             keys = inputs.workspace.take(f"comm_in_{slot}", (2, rows, d), inputs.k.dtype, device)
             receives.append((step.receive.peer, keys))
             if inputs.key_mask is not None:
                 mask = inputs.workspace.take(f"comm_mask_in_{slot}", (rows,), torch.uint8, device)
                 receives.append((step.receive.peer, mask))
         if step.send is not None:
-            packed = inputs.workspace.take(
-                f"comm_out_{slot}", (2, batch * step.send.rows, d), inputs.k.dtype, device
-            )
+            packed = inputs.workspace.take(f"comm_out_{slot}", (2, step.send.rows, d), inputs.k.dtype, device)
             sends.append((step.send.peer, self.own.pack(step.send, step.lane, packed)))
             if inputs.key_mask is not None:
                 packed = inputs.workspace.take(
-                    f"comm_mask_out_{slot}", (batch * step.send.rows,), torch.uint8, device
+                    f"comm_mask_out_{slot}", (step.send.rows,), torch.uint8, device
                 )
                 sends.append((step.send.peer, self.own.pack_mask(step.send, packed)))
         self._moving[number] = _Moving(self.ring.start(self._what(number), receives, sends), keys, mask)
@@ -169,7 +172,7 @@ class Exchange:
         receives, sums = [], None
         if step.send is not None:
             k = self.inputs.k
-            shape = (2, k.shape[0] * step.send.rows, k.shape[-1])
+            shape = (2, step.send.rows, k.shape[-1])
             slot, dtype = f"comm_grad_in_{number % 2}", self.inputs.accumulate_dtype
             sums = self.inputs.workspace.take(slot, shape, dtype, k.device)
             receives.append((step.send.peer, sums))
@@ -203,11 +206,18 @@ class _OwnRows:
 
     def index(self, transfer: Transfer, rows: FlatRows, first_head: int) -> Tensor:
         """The numbers, in `rows`, of a transfer's keys; its first head is number `first_head` there."""
-        lists = [
-            (self._tokens(needed) * rows.time + (first_head + i) * rows.head)
-            for i, needed in enumerate(transfer.needs)
-        ]
-        return self._all_batches(torch.cat(lists), rows.batch).to(rows.rows.device)
+        per_batch = transfer.times == 1 and self.batch > 1
+        num_heads = len(transfer.needs) // (self.batch if per_batch else 1)
+        lists = []
+        for i, needed in enumerate(transfer.needs):
+            batch, head = divmod(i, num_heads)
+            lists.append(
+                self._tokens(needed) * rows.time + (first_head + head) * rows.head + batch * rows.batch
+            )
+        index = torch.cat(lists)
+        if not per_batch:
+            index = (torch.arange(self.batch, device="cpu")[:, None] * rows.batch + index).flatten()
+        return index.to(rows.rows.device)
 
     def pack(self, transfer: Transfer, lane: Range, packed: Tensor) -> Tensor:
         index = self.index(transfer, self.k, lane[0])
@@ -219,12 +229,11 @@ class _OwnRows:
 
     def pack_mask(self, transfer: Transfer, packed: Tensor) -> Tensor:
         assert self.mask is not None
-        tokens = torch.cat([self._tokens(needed) for needed in transfer.needs]).to(self.mask.device)
-        packed.view(self.batch, -1).copy_(self.mask[:, tokens])
-        return packed
+        mask = self.mask.contiguous().view(torch.uint8)
+        rows = FlatRows(mask.view(-1, 1), mask.shape[1], 1, 0)
+        return torch.index_select(rows.rows, 0, self.index(transfer, rows, 0), out=packed.view(-1, 1)).view(
+            -1
+        )
 
     def _tokens(self, needed: Positions) -> Tensor:
         return list_positions(needed) - self.start
-
-    def _all_batches(self, index: Tensor, step: int) -> Tensor:
-        return (torch.arange(self.batch, device="cpu")[:, None] * step + index).flatten()

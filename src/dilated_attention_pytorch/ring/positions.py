@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,11 +18,22 @@ def count_positions(union: Positions) -> int:
     ranges = _without_repeats(union)
     if all(x.step == 1 for x in ranges):
         return sum(map(len, ranges))
-    total = 0
+    # Between neighbouring ends all ranges run through, and most contain each other or are disjoint.
+    ends = sorted({end for x in ranges for end in (x.start, x[-1] + 1)})
+    return sum(_count_common(tuple(_clip(x, a, b) for x in ranges)) for a, b in pairwise(ends))
+
+
+def _count_common(union: Positions) -> int:
+    ranges, total = _without_repeats(tuple(x for x in union if x)), 0
     for i, one in enumerate(ranges):
         shared = {common for other in ranges[:i] if (common := _intersect(one, other))}
-        total += len(one) - count_positions(tuple(sorted(shared, key=_key)))
+        total += len(one) - (_count_common(tuple(shared)) if shared else 0)
     return total
+
+
+def _clip(x: range, start: int, stop: int) -> range:
+    first = x.start + max(0, -(-(start - x.start) // x.step)) * x.step
+    return range(first, max(first, min(stop, x.stop)), x.step)
 
 
 def list_positions(union: Positions) -> Tensor:
@@ -31,7 +43,7 @@ def list_positions(union: Positions) -> Tensor:
     if not lists:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     is_sorted = len(lists) == 1 or all(x.step == 1 for x in ranges)
-    return torch.cat(lists) if is_sorted else torch.cat(lists).unique()
+    return torch.cat(lists) if is_sorted else torch.unique(torch.cat(lists))
 
 
 def _key(x: range) -> tuple[int, int, int]:

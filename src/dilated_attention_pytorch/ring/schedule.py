@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..checks import check_positive_int
+from ..core.blocks import check_flags
 from ..core.host_memory import describe_bytes
+from ..ops import check_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape
 from ..plan.heads import Head, even_parts
 from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
@@ -31,12 +33,13 @@ class Transfer(NamedTuple):
 
     peer: int
     keys: Range
-    needs: tuple[Positions, ...]
+    needs: tuple[Positions, ...]  # for all batches, or batch after batch if `times` is 1
+    times: int
 
     @property
     def rows(self) -> int:
-        """Keys, over all heads of the lane, of one batch."""
-        return sum(map(count_positions, self.needs))
+        """Keys, over all batches and heads of the lane."""
+        return self.times * sum(map(count_positions, self.needs))
 
 
 class Round(NamedTuple):
@@ -76,8 +79,20 @@ class Schedule:
     min_chunks: int = 1
 
     def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
-        """For each key head, the positions in `keys` that queries of another range attend."""
+        """For each key head, the positions in `keys` that queries of another range attend.
+
+        For each batch and key head if batches differ.
+        """
         raise NotImplementedError
+
+    @property
+    def differs_by_batch(self) -> bool:
+        return False
+
+    @property
+    def _times(self) -> int:
+        """How many batches share what `needs` lists."""
+        return 1 if self.differs_by_batch else self.shape.b
 
     @property
     def share(self) -> float:
@@ -128,8 +143,11 @@ class Schedule:
 
     def rounds(self, rank: int) -> tuple[Round, ...]:
         """The steps of a rank in which it receives or sends, lane after lane, nearest ranks first."""
+        known = self._rounds.get(rank)
+        if known is not None:
+            return known
         found, number = [], 0
-        for lane in self.lanes:
+        for lane in self.lanes if self.shape.b else ():
             for distance in range(1, self.num_ranks):
                 source, target = (rank - distance) % self.num_ranks, (rank + distance) % self.num_ranks
                 for chunk in range(self.num_chunks):
@@ -138,7 +156,8 @@ class Schedule:
                     if arrives or leaves:
                         found.append(Round(number, lane, arrives, leaves))
                     number += 1
-        return tuple(found)
+        self._rounds[rank] = tuple(found)
+        return self._rounds[rank]
 
     def _chunk(self, owner: int, chunk: int) -> Range:
         lo, hi = self.shard(owner)
@@ -149,23 +168,29 @@ class Schedule:
         known = self._needs.get((receiver, keys))
         if known is None:
             known = self._needs[receiver, keys] = self.needs(self.shard(receiver), keys)
-        needs = known[lane[0] : lane[0] + lane[1]]
-        return Transfer(peer, keys, needs) if any(needs) else None
+        batches = range(0, len(known), self.shape.h_kv)
+        needs = tuple(each for b in batches for each in known[b + lane[0] : b + lane[0] + lane[1]])
+        return Transfer(peer, keys, needs, self._times) if any(needs) else None
+
+    @cached_property
+    def _rounds(self) -> dict[int, tuple[Round, ...]]:
+        return {}
 
     @cached_property
     def _needs(self) -> dict[tuple[int, Range], tuple[Positions, ...]]:
         return {}
 
     def received_rows(self, rank: int) -> int:
-        """Different keys that a rank receives, over all key heads, of one batch."""
+        """Different keys that a rank receives, over all batches and key heads."""
         lo, hi = self.shard(rank)
         outside = ((0, lo), (hi, self.shape.n))
-        return sum(sum(map(count_positions, self.needs((lo, hi), keys))) for keys in outside)
+        return self._times * sum(sum(map(count_positions, self.needs((lo, hi), keys))) for keys in outside)
 
     def sent_rows(self, rank: int) -> int:
         """Keys that a rank sends, counted once for each receiver."""
         others = (self.shard(r) for r in range(self.num_ranks) if r != rank)
-        return sum(sum(map(count_positions, self.needs(queries, self.shard(rank)))) for queries in others)
+        keys = self.shard(rank)
+        return self._times * sum(sum(map(count_positions, self.needs(queries, keys))) for queries in others)
 
     def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
         """What a rank receives in a pass: keys, values and masks; in backward also gradients of its own."""
@@ -180,7 +205,7 @@ class Schedule:
         total = there(rank) * (2 * self.shape.d * self.itemsize + self.masked)
         if direction == "backward":
             total += back(rank) * 2 * self.shape.d * max(4, self.itemsize)
-        return self.shape.b * total
+        return total
 
     def memory(self, rank: int) -> Memory:
         """What a forward pass holds: inputs, out and lse, scratch (at most), and what is travelling."""
@@ -191,7 +216,7 @@ class Schedule:
         return Memory(inputs, out + lse, self.workspace_bytes, self._travelling(rank))
 
     def _travelling(self, rank: int) -> int:
-        if not (self.received_rows(rank) or self.sent_rows(rank)):
+        if self.num_ranks == 1:
             return 0
         a_head = self._piece_bytes * self.itemsize // max(4, self.itemsize)
         return 4 * self.lanes[0][1] * -(-a_head // self.num_chunks)
@@ -207,6 +232,7 @@ class RingSchedule(Schedule):
     spec: DilatedSpec
     docs: tuple[int, ...] | None = None
     strategy: Strategy = "ring"
+    return_lse: bool = False
 
     def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
         found: list[set[range]] = [set() for _ in range(self.shape.h_kv)]
@@ -267,7 +293,9 @@ class RingSchedule(Schedule):
         if self.masked and direction == "forward":
             others = [r for r in range(self.num_ranks) if r != rank]
             masks = shape.n - tokens if arrives else len(others) * tokens
-        return shape.b * (rows * shape.d * self.itemsize + masks)
+        lse = to_tokens if direction == "forward" else to_heads
+        lse_bytes = lse * group * max(4, self.itemsize) if self.return_lse else 0
+        return shape.b * (rows * shape.d * self.itemsize + lse_bytes + masks)
 
     def num_pairs(self, rank: int) -> int:
         """Query-key pairs that a rank scores."""
@@ -305,7 +333,9 @@ class RingSchedule(Schedule):
         if len(shown) > 16:
             shown = shown[:4] + shown[-4:]
         lines = [
-            f"{self.strategy} of {self.num_ranks} ranks, {self.shape}, {self.spec}",
+            f"{self.strategy} of {self.num_ranks} ranks: {self.shape}",
+            ", ".join(f"segments of {w} at rate {r}" for w, r in self.spec.branches)
+            + (", causal" if self.spec.is_causal else ""),
             f"{'rank':>6} {'tokens':>12} {'receives':>12} {'GFLOPs':>12} {'holds':>12}",
         ]
         for rank in shown:
@@ -378,11 +408,13 @@ def plan_ring(
     cu_seqlens: Sequence[int] | None = None,
     strategy: Strategy = "ring",
     masked: bool = False,
+    return_lse: bool = False,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> RingSchedule:
     """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
 
     Either `n` and `num_ranks`, for shards as even as possible, or `shard_lengths`. `masked`: with a key_mask.
+    `return_lse`: with lse, which "ulysses" has to exchange.
     """
     if shard_lengths is None:
         if n is None or num_ranks is None:
@@ -403,6 +435,10 @@ def plan_ring(
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
     one_of("strategy", strategy, STRATEGIES[1:])
+    check_flags(masked=masked, return_lse=return_lse)
+    docs = None if cu_seqlens is None else tuple(cu_seqlens)
+    if docs is not None:
+        check_bounds(docs, sum(shard_lengths))
     spec = DilatedSpec(
         segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
     )
@@ -413,6 +449,7 @@ def plan_ring(
         masked,
         workspace_bytes,
         spec=spec,
-        docs=None if cu_seqlens is None else tuple(cu_seqlens),
+        docs=docs,
         strategy=strategy,
+        return_lse=return_lse,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from .comm import Group, Ring, find_ring
 from .schedule import even_shards
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | None = None) -> tuple[int, int]:
     """The positions [start, stop) of this rank in a sequence of n tokens; by default as even as possible."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
@@ -34,6 +36,7 @@ def shard_sequence(
     return x.narrow(dim, start, stop - start)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def unshard_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
     """The parts of all ranks joined along `dim`, on every rank; their lengths may differ.
 
@@ -43,19 +46,23 @@ def unshard_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
     ring = find_ring(group)
     if ring is None or ring.size == 1:
         return x
-    joined: Tensor = _Join.apply(x, dim % x.dim(), ring)
+    joined: Tensor = _Join.apply(x, dim % x.dim(), ring)  # type: ignore[no-untyped-call]
     return joined
 
 
-def shard_lengths_of(n_local: int, group: Group = None) -> tuple[int, ...]:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def shard_lengths_of(
+    n_local: int, group: Group = None, timeout: float | timedelta | None = None
+) -> tuple[int, ...]:
     """The tokens of every rank, in order."""
-    ring = find_ring(group)
+    ring = find_ring(group, timeout)
     if ring is None:
         return (n_local,)
     table = ring.gather([n_local], torch.device("cpu"), "asking for shard lengths")
     return tuple(row[0] for row in table)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def shard_positions(n_local: int, group: Group = None, device: torch.device | str | None = None) -> Tensor:
     """(n_local,) int64: where this rank's tokens stand in the whole sequence, for position encodings."""
     ring = find_ring(group)
@@ -83,5 +90,5 @@ class _Join(torch.autograd.Function):
         return joined.movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient.narrow(*ctx.where), None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .comm import Ring
 from .schedule import RingSchedule
@@ -17,7 +18,7 @@ def to_heads(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """(b, n_local, heads, d) of all heads -> (b, n, heads, d) of this rank's; and the mask of all tokens."""
     heads = tuple(x.shape[2] for x in tensors)
-    moved = _Reshard.apply(ring, schedule, heads, True, *tensors)
+    moved = _Reshard.apply(ring, schedule, heads, True, *tensors)  # type: ignore[no-untyped-call]
     if mask is None:
         return moved, None
     return moved, _all_tokens(ring, schedule, mask)
@@ -26,7 +27,9 @@ def to_heads(
 def to_tokens(ring: Ring, schedule: RingSchedule, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back: (b, n, heads, d) of this rank's heads -> (b, n_local, heads, d) of all."""
     heads = (schedule.shape.h,) * len(tensors)
-    moved: tuple[Tensor, ...] = _Reshard.apply(ring, schedule, heads, False, *tensors)
+    moved: tuple[Tensor, ...] = _Reshard.apply(  # type: ignore[no-untyped-call]
+        ring, schedule, heads, False, *tensors
+    )
     return moved
 
 
@@ -44,9 +47,11 @@ class _Reshard(torch.autograd.Function):
         return _move(ring, schedule, heads, is_to_heads, tensors, "forward")
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        *way, is_to_heads = ctx.way
-        return None, None, None, None, *_move(*way, not is_to_heads, gradients, "backward")
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ring, schedule, heads, is_to_heads = ctx.way
+        moved = _move(ring, schedule, heads, not is_to_heads, gradients, "backward")
+        return None, None, None, None, *moved
 
 
 def _move(
