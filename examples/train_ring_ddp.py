@@ -7,8 +7,8 @@ The ranks form a mesh of two dimensions, "data" x "ring". Ranks of one ring hold
 rings get different ones. The task is retrieval: the second half of a sequence repeats its first half, so the
 answer lies half a sequence back, in another rank's part.
 
-Each rank takes the mean loss of its own tokens. As all parts are equally long, the mean over all ranks is the
-loss, and averaging gradients over ALL ranks, data and ring alike, gives its gradient: this is what
+The loss is the mean over all answers. Each rank scales its own part of it so that the mean over ranks is the
+loss; then averaging gradients over ALL ranks, data and ring alike, gives its gradient. This is what
 DistributedDataParallel, and with --fsdp fully_shard, do here.
 """
 
@@ -103,7 +103,9 @@ def main() -> None:
             f"--ring must divide the number of ranks, and twice --ring the length, got {options.ring}, {size} "
             f"and {options.length}"
         )
-    mesh = init_device_mesh(device_type, (size // options.ring, options.ring), mesh_dim_names=("data", "ring"))
+    mesh = init_device_mesh(
+        device_type, (size // options.ring, options.ring), mesh_dim_names=("data", "ring")
+    )
     everyone = init_device_mesh(device_type, (size,))
 
     torch.manual_seed(0)  # the same parameters on every rank
@@ -123,8 +125,7 @@ def main() -> None:
             shard_sequence(x, group=mesh["ring"]).to(device_type) for x in make_batch(options, generator)
         )
         logits = model(tokens)
-        # The mean over the answers of the whole sequence. The parts hold different numbers of them, so each
-        # rank divides its sum by what the mean over ranks is to come out as.
+        # The parts hold different numbers of answers: each rank divides its sum by the mean number.
         answers = options.batch * (options.length // 2 + 1) / options.ring
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / answers
         optimizer.zero_grad()
@@ -135,6 +136,7 @@ def main() -> None:
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f"step {step:>3}  loss {mean.item() / size:.3f}", flush=True)
+    dist.barrier()  # no transfer may be under way when gloo's threads end, or they wait for this one
     dist.destroy_process_group()
 
 

@@ -24,6 +24,7 @@ def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: s
         workspace_bytes=config.workspace_bytes,
         memory=config.memory,
         kernel=kernel,
+        steps=config.steps,
     )
 
 

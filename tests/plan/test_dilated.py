@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from dilated_attention_pytorch import DilatedSpec
 from dilated_attention_pytorch.core import PatternCache
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
-from dilated_attention_pytorch.plan.dilated import MAX_GRID, MAX_ROWS
+from dilated_attention_pytorch.plan.tile_builder import MAX_GRID, MAX_ROWS
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
 

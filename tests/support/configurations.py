@@ -34,6 +34,7 @@ class Configuration:
     workspace_bytes: int
     memory: str
     seed: int
+    steps: int = 1
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -115,4 +116,5 @@ def configurations(draw: st.DrawFn, max_n: int = 600) -> Configuration:
         workspace_bytes=draw(st.sampled_from([16 * group * d * max(8, n // 8), 64 * group * d * n, 2**25])),
         memory=draw(st.sampled_from(["fresh", "pool", "lightweight"])),
         seed=draw(st.integers(0, 2**16)),
+        steps=draw(st.sampled_from([1, 2, 5])),
     )

@@ -442,8 +442,9 @@ def find_buffer_manager(name: str) -> AttentionBufferManager | None:
 
 
 def _slot_type(slot: str) -> BufferType:
-    """The type of a slot of scratch: the engine names those after a type that have one."""
-    return BufferType(slot) if slot in _TYPE_NAMES else BufferType.TEMP
+    """The type of a slot of scratch: "key", or "comm_in"; those of no type are temporary."""
+    name = slot.partition("_")[0]
+    return BufferType(name) if name in _TYPE_NAMES else BufferType.TEMP
 
 
 def normal_device(device: torch.device | str | None) -> torch.device:

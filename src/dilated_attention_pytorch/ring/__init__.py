@@ -4,7 +4,8 @@ from .agreement import sharing_errors
 from .attention import ring_dilated_attention
 from .block_sparse import ring_block_sparse_attention
 from .comm import RingError, Traffic, group_size, ring_traffic
-from .schedule import RingSchedule, even_shards, plan_ring
+from .rounds import even_shards
+from .schedule import RingSchedule, plan_ring
 from .shards import shard_bounds, shard_lengths_of, shard_positions, shard_sequence, unshard_sequence
 
 __all__ = [

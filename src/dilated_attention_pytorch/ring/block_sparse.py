@@ -30,7 +30,7 @@ from .autograd import Heads, attend
 from .comm import Group, Ring, check_timeout, digest, find_ring
 from .exchange import Exchange, Piece
 from .positions import Positions
-from .schedule import Schedule
+from .rounds import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from ..plan.segments import Range
 from ..plan.shape import Pass
 from .comm import Pending, Ring
 from .positions import Positions, list_positions
-from .schedule import Round, Schedule, Transfer
+from .rounds import Round, Schedule, Transfer
 
 
 class Piece:

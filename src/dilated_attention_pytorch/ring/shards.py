@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .comm import Group, Ring, find_ring
-from .schedule import even_shards
+from .rounds import even_shards
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

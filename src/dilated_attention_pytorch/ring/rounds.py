@@ -1,0 +1,219 @@
+"""The steps of ranks that exchange keys: who receives what of whom, and when. Needs no processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
+from ..plan.heads import even_parts
+from ..plan.segments import Range
+from ..plan.shape import Pass
+from .positions import Positions, count_positions
+
+
+class Transfer(NamedTuple):
+    """Keys of a range of positions that travel between this rank and a peer, by key head of the lane."""
+
+    peer: int
+    keys: Range
+    needs: tuple[Positions, ...]  # for all batches, or batch after batch if `times` is 1
+    times: int
+
+    @property
+    def rows(self) -> int:
+        """Keys, over all batches and heads of the lane."""
+        return self.times * sum(map(count_positions, self.needs))
+
+
+class Round(NamedTuple):
+    """One step of a rank: what it receives and attends, and what it sends meanwhile."""
+
+    number: int  # counted alike by all ranks
+    lane: Range  # (first, number) of the key heads
+    receive: Transfer | None
+    send: Transfer | None
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank."""
+
+    inputs: int
+    outputs: int
+    workspace: int
+    communication: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of each rank: what it receives of whom, in pieces that stay small; a subclass says what.
+
+    `shape` is that of the whole call, `shard_lengths` the tokens of each rank, in order.
+    """
+
+    shape: Shape
+    shard_lengths: tuple[int, ...]
+    itemsize: int = 4
+    masked: bool = False
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    min_chunks: int = 1
+
+    def needs(self, queries: Range, keys: Range) -> tuple[Positions, ...]:
+        """For each key head, the positions in `keys` that queries of another range attend.
+
+        For each batch and key head if batches differ.
+        """
+        raise NotImplementedError
+
+    @property
+    def differs_by_batch(self) -> bool:
+        return False
+
+    @property
+    def _times(self) -> int:
+        """How many batches share what `needs` lists."""
+        return 1 if self.differs_by_batch else self.shape.b
+
+    @property
+    def share(self) -> float:
+        """Of the keys of a rank and head, the most that can be asked for."""
+        return 1.0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shard_lengths)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.shard_lengths, initial=0))
+
+    def shard(self, rank: int) -> Range:
+        """The positions [from, to) of a rank."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    @cached_property
+    def lanes(self) -> tuple[Range, ...]:
+        """(first, number) of the key heads that travel together."""
+        fit = self._piece_limit // max(1, self._piece_bytes)
+        if self.itemsize < 4:  # the sums of a lane are in float32
+            group, longest = self.shape.h // self.shape.h_kv, max(self.shard_lengths)
+            sums = (group + 2) * self.shape.b * longest * self.shape.d * 4
+            fit = min(fit, self.workspace_bytes // 2 // max(1, sums))
+        return tuple(even_parts(self.shape.h_kv, max(1, min(self.shape.h_kv, fit))))
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Parts in which the keys of a rank travel, so that a piece stays small."""
+        return max(1, self.min_chunks, -(-self._piece_bytes // self._piece_limit))
+
+    @property
+    def rounds_a_lane(self) -> int:
+        return (self.num_ranks - 1) * self.num_chunks
+
+    @property
+    def _piece_limit(self) -> int:
+        # Two pieces arrive and two leave at a time, and in backward their gradients.
+        return max(1, self.workspace_bytes // 8)
+
+    @property
+    def _piece_bytes(self) -> int:
+        """Of what a rank may be asked for, for one key head: at most, with gradients."""
+        rows = self.shape.b * math.ceil(max(self.shard_lengths) * self.share)
+        return rows * 2 * self.shape.d * max(4, self.itemsize)
+
+    def rounds(self, rank: int) -> tuple[Round, ...]:
+        """The steps of a rank in which it receives or sends, lane after lane, nearest ranks first."""
+        known = self._rounds.get(rank)
+        if known is not None:
+            return known
+        found, number = [], 0
+        for lane in self.lanes if self.shape.b else ():
+            for distance in range(1, self.num_ranks):
+                source, target = (rank - distance) % self.num_ranks, (rank + distance) % self.num_ranks
+                for chunk in range(self.num_chunks):
+                    arrives = self._transfer(source, rank, self._chunk(source, chunk), lane)
+                    leaves = self._transfer(target, target, self._chunk(rank, chunk), lane)
+                    if arrives or leaves:
+                        found.append(Round(number, lane, arrives, leaves))
+                    number += 1
+        self._rounds[rank] = tuple(found)
+        return self._rounds[rank]
+
+    def _chunk(self, owner: int, chunk: int) -> Range:
+        lo, hi = self.shard(owner)
+        size = -(-(hi - lo) // self.num_chunks)
+        return min(hi, lo + chunk * size), min(hi, lo + (chunk + 1) * size)
+
+    def _transfer(self, peer: int, receiver: int, keys: Range, lane: Range) -> Transfer | None:
+        known = self._needs.get((receiver, keys))
+        if known is None:
+            known = self._needs[receiver, keys] = self.needs(self.shard(receiver), keys)
+        batches = range(0, len(known), self.shape.h_kv)
+        needs = tuple(each for b in batches for each in known[b + lane[0] : b + lane[0] + lane[1]])
+        return Transfer(peer, keys, needs, self._times) if any(needs) else None
+
+    @cached_property
+    def _rounds(self) -> dict[int, tuple[Round, ...]]:
+        return {}
+
+    @cached_property
+    def _needs(self) -> dict[tuple[int, Range], tuple[Positions, ...]]:
+        return {}
+
+    def received_rows(self, rank: int) -> int:
+        """Different keys that a rank receives, over all batches and key heads."""
+        lo, hi = self.shard(rank)
+        outside = ((0, lo), (hi, self.shape.n))
+        return self._times * sum(sum(map(count_positions, self.needs((lo, hi), keys))) for keys in outside)
+
+    def sent_rows(self, rank: int) -> int:
+        """Keys that a rank sends, counted once for each receiver."""
+        others = (self.shard(r) for r in range(self.num_ranks) if r != rank)
+        keys = self.shard(rank)
+        return self._times * sum(sum(map(count_positions, self.needs(queries, keys))) for queries in others)
+
+    def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        """What a rank receives in a pass: keys, values and masks; in backward also gradients of its own."""
+        return self._bytes(self.received_rows, self.sent_rows, rank, direction)
+
+    def sent_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        return self._bytes(self.sent_rows, self.received_rows, rank, direction)
+
+    def _bytes(
+        self, there: Callable[[int], int], back: Callable[[int], int], rank: int, direction: Pass
+    ) -> int:
+        total = there(rank) * (2 * self.shape.d * self.itemsize + self.masked)
+        if direction == "backward":
+            total += back(rank) * 2 * self.shape.d * max(4, self.itemsize)
+        return total
+
+    def memory(self, rank: int) -> Memory:
+        """What a forward pass holds: inputs, out and lse, scratch (at most), and what is travelling."""
+        b, _, h, h_kv, d = self.shape
+        tokens = b * self.shard_lengths[rank]
+        inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
+        lse = tokens * h * max(4, self.itemsize)
+        return Memory(inputs, out + lse, self.workspace_bytes, self._travelling(rank))
+
+    def _travelling(self, rank: int) -> int:
+        if self.num_ranks == 1:
+            return 0
+        a_head = self._piece_bytes * self.itemsize // max(4, self.itemsize)
+        return 4 * self.lanes[0][1] * -(-a_head // self.num_chunks)
+
+    def memory_bytes(self, rank: int) -> int:
+        return self.memory(rank).total
+
+
+def even_shards(n: int, size: int) -> tuple[int, ...]:
+    """`n` tokens over `size` ranks: as even as possible, the longer shards first."""
+    each, more = divmod(n, size)
+    return tuple(each + (rank < more) for rank in range(size))
