@@ -15,6 +15,7 @@ DistributedDataParallel, and with --fsdp fully_shard, do here.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -64,7 +65,7 @@ class Model(nn.Module):
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(x.flatten(0, 1))  # a view of a result is what FSDP2 warns of
         return logits
 
 
@@ -91,26 +92,15 @@ def make_batch(options: argparse.Namespace, generator: torch.Generator) -> tuple
     return sequence[:, :-1], targets
 
 
-def main() -> None:
-    options = parse()
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+def train(options: argparse.Namespace, device_type: str) -> None:
     size = dist.get_world_size()
-    if size % options.ring or options.length % (2 * options.ring):
-        raise SystemExit(
-            f"--ring must divide the number of ranks, and twice --ring the length, got {options.ring}, {size} "
-            f"and {options.length}"
-        )
     mesh = init_device_mesh(
         device_type, (size // options.ring, options.ring), mesh_dim_names=("data", "ring")
     )
-    everyone = init_device_mesh(device_type, (size,))
-
     torch.manual_seed(0)  # the same parameters on every rank
     model: nn.Module = Model(options.length, mesh["ring"]).to(device_type)
     if options.fsdp:
+        everyone = init_device_mesh(device_type, (size,))
         for block in model.blocks:
             fully_shard(block, mesh=everyone)
         fully_shard(model, mesh=everyone)
@@ -127,7 +117,7 @@ def main() -> None:
         logits = model(tokens)
         # The parts hold different numbers of answers: each rank divides its sum by the mean number.
         answers = options.batch * (options.length // 2 + 1) / options.ring
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / answers
+        loss = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / answers
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -136,7 +126,23 @@ def main() -> None:
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f"step {step:>3}  loss {mean.item() / size:.3f}", flush=True)
-    dist.barrier()  # no transfer may be under way when gloo's threads end, or they wait for this one
+
+
+def main() -> None:
+    options = parse()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    size = dist.get_world_size()
+    if size % options.ring or options.length % (2 * options.ring):
+        raise SystemExit(
+            "--ring must divide the number of ranks, and twice --ring the length, got "
+            f"{options.ring}, {size} and {options.length}"
+        )
+    # The model is gone before its groups: a DDP model that outlives them may wait for ever (seen with gloo).
+    train(options, device_type)
+    gc.collect()
     dist.destroy_process_group()
 
 

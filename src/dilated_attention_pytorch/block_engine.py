@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .engine import Inputs, shape_of
+from .engine import Inputs, Merged, shape_of
 from .flat_rows import FlatRows
 from .kernels import How
 from .merge import merge_
@@ -49,18 +49,12 @@ def attend_into(
 
 
 def backward(
-    plan: BlockPlan,
-    inputs: Inputs,
-    workspace_bytes: int,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    plan: BlockPlan, inputs: Inputs, workspace_bytes: int, merged: Merged
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     tensors = (inputs.q, inputs.k, inputs.v)
     dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
-    gradients_into(plan, inputs, workspace_bytes, Merged(out, lse, grad_out, grad_lse), (dq, dk, dv))
+    gradients_into(plan, inputs, workspace_bytes, merged, (dq, dk, dv))
     return dq, dk, dv
 
 
@@ -104,16 +98,6 @@ class _Sums(Protocol):
 
 class Piece(_Keys, _Sums, Protocol):
     """Keys that are not among the inputs."""
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What the forward left, and the gradients of it."""
-
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from . import block_engine
 from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
 from .core.block_patterns import get_block_pattern_cache
 from .core.workspace import Workspace
+from .engine import Merged
 from .plan import BlockPattern, BlockPlan, build_pattern, plan_blocks
 from .plan.block_sparse import BYTES_A_THREAD
 from .sparse_spec import SparsePatternConfig
@@ -141,8 +142,8 @@ def block_sparse_attention_backward_op(
 
     def attend(options: BlockOptions, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
-        size = options.workspace_bytes
-        return block_engine.backward(plan, inputs, size, out, lse, grad_out, grad_lse)
+        merged = Merged(out, lse, grad_out, grad_lse)
+        return block_engine.backward(plan, inputs, options.workspace_bytes, merged)
 
     with without_autocast(q.device):
         return with_memory(sized(BlockOptions(*raw)), q.device, attend)

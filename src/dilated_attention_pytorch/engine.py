@@ -121,14 +121,18 @@ def forward(plan: Plan, inputs: Inputs, elsewhere: Elsewhere | None = None) -> t
     return out, lse
 
 
+@dataclass(frozen=True)
+class Merged:
+    """What the forward left, and the gradients of it."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+
 def backward(
-    plan: Plan,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    elsewhere: Elsewhere | None = None,
+    plan: Plan, inputs: Inputs, merged: Merged, elsewhere: Elsewhere | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     tensors = (inputs.q, inputs.k, inputs.v)
@@ -145,12 +149,12 @@ def backward(
         if not plan.covered:
             for target in blocks if sums.dq is dq else (sums.dq, sums.dk, sums.dv):
                 target.zero_()
-        for tiles, tile_out, origin in _outputs(plan, panel, inputs, out):
+        for tiles, tile_out, origin in _outputs(plan, panel, inputs, merged.out):
             for tile in tiles:
-                sums.add(tile, _tile_gradients(tile, inputs, tile_out, origin, lse, grad_out, grad_lse))
+                sums.add(tile, _tile_gradients(tile, inputs, merged, tile_out, origin))
         for piece in () if elsewhere is None else elsewhere.pieces_with_gradients(panel, sums):
             for tile in piece.tiles:
-                parts = _tile_gradients(tile, inputs, out, WHOLE, lse, grad_out, grad_lse, piece)
+                parts = _tile_gradients(tile, inputs, merged, merged.out, WHOLE, piece)
                 sums.add_queries(tile, parts[0])
                 piece.add(tile, parts[1], parts[2])
         if sums.dq is not dq:
@@ -213,23 +217,19 @@ def _attend(
 
 
 def _tile_gradients(
-    tile: Tile,
-    inputs: Inputs,
-    out: Tensor,
-    out_origin: Origin,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    piece: Piece | None = None,
+    tile: Tile, inputs: Inputs, merged: Merged, out: Tensor, out_origin: Origin, piece: Piece | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's share of dq, dk and dv; `out` is what its backward subtracts."""
     q, k, v, how = inputs.pack_tile(tile, piece)
     rows, shape = tuple(q.shape[:3]), tuple(q.shape)
-    tile_lse = tile.query_view(lse.transpose(1, 2)).reshape(rows)
+    tile_lse = tile.query_view(merged.lse.transpose(1, 2)).reshape(rows)
     # Empty rows (lse -inf) must have probability 0 in every tile: exp(score - inf).
     tile_lse = tile_lse.masked_fill(tile_lse == -math.inf, math.inf)
     tile_out = inputs.pack("out", tile.query_view(out, out_origin), shape)
-    tile_grad = inputs.pack("grad_out", tile.query_view(grad_out), shape)
-    tile_grad_lse = None if grad_lse is None else tile.query_view(grad_lse.transpose(1, 2)).reshape(rows)
+    tile_grad = inputs.pack("grad_out", tile.query_view(merged.grad_out), shape)
+    tile_grad_lse = None
+    if merged.grad_lse is not None:
+        tile_grad_lse = tile.query_view(merged.grad_lse.transpose(1, 2)).reshape(rows)
     return inputs.kernel.backward(tile_grad, tile_grad_lse, q, k, v, tile_out, tile_lse, how)
 
 

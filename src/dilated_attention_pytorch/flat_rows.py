@@ -32,6 +32,13 @@ class FlatRows:
         count = 1 + sum((size - 1) * step for (size, _), step in zip(axes, steps, strict=True))
         return cls(x.as_strided((count, d), (d, 1)), *steps)
 
+    @classmethod
+    def onto(cls, x: Tensor) -> FlatRows:
+        """A view of `x` to write to, whose strides are multiples of d."""
+        rows = cls.of(x)
+        assert rows.rows.data_ptr() == x.data_ptr(), f"a copy would lose what is written to it: {x.stride()}"
+        return rows
+
     def same_steps(self, other: FlatRows) -> bool:
         return (self.batch, self.time, self.head) == (other.batch, other.time, other.head)
 

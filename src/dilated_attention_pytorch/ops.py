@@ -15,6 +15,7 @@ from . import engine
 from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
 from .core.pattern_cache import get_global_pattern_cache
 from .core.workspace import Workspace
+from .engine import Merged
 from .plan import Plan, Shape, plan_dilated
 from .plan.shape import Pass
 from .spec import DilatedSpec
@@ -104,7 +105,7 @@ def dilated_attention_backward_op(
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         plan = _plan(options, "backward", q, k, cu_seqlens)
         inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
-        return engine.backward(plan, inputs, out, lse, grad_out, grad_lse)
+        return engine.backward(plan, inputs, Merged(out, lse, grad_out, grad_lse))
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)

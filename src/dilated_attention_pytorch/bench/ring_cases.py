@@ -102,9 +102,7 @@ RING_SUITE: tuple[RingCase, ...] = (
     RingStepsCase("steps, forward in bfloat16", _STEPS_LOW, 131072, target=1.05),
     RingStepsCase("steps, forward + backward", _STEPS, 131072, backward=True, target=1.05, repeats=2),
 )
-RING_QUICK: tuple[RingCase, ...] = (
-    RingTimeCase("quick two ranks", _QUICK, 1024, backward=True, repeats=2),
-)
+RING_QUICK: tuple[RingCase, ...] = (RingTimeCase("quick two ranks", _QUICK, 1024, backward=True, repeats=2),)
 
 
 def describe_ring(case: RingCase) -> str:

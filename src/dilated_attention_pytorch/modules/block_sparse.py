@@ -20,7 +20,7 @@ from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
-from .ring import RingOptions, check_together
+from .ring import RingOptions, RingSkin
 from .skin import AttentionSkin, one_dropout
 
 
@@ -161,7 +161,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
         return f"{super().extra_repr()}, sparse_config={shown!r}"
 
 
-class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
+class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
     """`BlockSparseDilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...), as
@@ -193,15 +193,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         self.ring = RingOptions(ring_size, group, timeout)
         self._check_ring()
 
-    @property
-    def ring_size(self) -> int:
-        return self.ring.size
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether inputs are parts of a sequence: the group has more than one process."""
-        return self.ring.num_processes > 1
-
     def attention_weights(
         self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
@@ -214,7 +205,7 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         return super().attention_weights(query, key, is_causal, attention_mask)
 
     def _check_ring(self) -> None:
-        self.ring.check()
+        super()._check_ring()
         if self._is_adaptive and self.is_sharded:
             raise ValueError(
                 'an "adaptive" pattern depends on all keys, which must be in one process, got a part in each '
@@ -224,7 +215,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
-        self._check_ring()
         if not self.is_sharded:
             return super()._attend(query, key, value, is_causal, mask)
         out: Tensor = ring_block_sparse_attention(
@@ -247,12 +237,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         )
         return out
 
-    def _check_declared(self, query: Tensor) -> None:
-        if self.is_sharded:
-            check_together(self.ring, partial(super()._check_declared, query))
-        else:
-            super()._check_declared(query)
-
     def _whole_pattern(self, query: Tensor, is_causal: bool, n: int) -> BlockPattern:
         """`get_pattern`, kept in the pattern cache unless it was given."""
         num_heads = query.shape[2]
@@ -261,9 +245,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         if cache is None or self.pattern is not None:
             return build()
         return cache.get_or_build(("pattern", self._recipe, n, num_heads, is_causal), build)
-
-    def _changed(self) -> dict[str, tuple[Any, Any]]:
-        return {**super()._changed(), **self.ring.changed()}
 
 
 # The pattern depends on values, which no compiler can trace.

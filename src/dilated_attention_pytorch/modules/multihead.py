@@ -15,7 +15,7 @@ from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .presets import ImprovedDilatedAttention
-from .ring import RingDilatedAttentionV2, check_together
+from .ring import RingDilatedAttentionV2, check_together, raise_together
 from .skin import AttentionSkin
 
 
@@ -126,7 +126,12 @@ class MultiheadSkin(nn.Module):
         is_sharded = getattr(self.attention, "is_sharded", False)
         attend = check_together(self.attention.ring, check) if is_sharded else check()
         is_causal = is_causal or attn_mask is not None
-        q, k, v = self._project(query, key, value)
+        try:
+            q, k, v = self._project(query, key, value)
+        except Exception as error:
+            if is_sharded:  # or the other processes would wait for this one, and meet its next call
+                raise_together(self.attention.ring, error)
+            raise
         out = self.attention(q, k, v, is_causal=is_causal, attention_mask=attend).flatten(2)
         out = self.out_proj(out if self.norm is None else self.norm(out))
         weights = self.attention.attention_weights(q, k, is_causal, attend) if need_weights else None

@@ -22,6 +22,14 @@ from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec,
 from .ring import RingDilatedAttentionV2, RingOptions
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
+# The fields that the base module does not show.
+_OWN_SWITCHES = (
+    "use_gradient_checkpointing",
+    "memory_pool_size",
+    "enable_error_recovery",
+    "mixed_precision",
+    "log_memory_usage",
+)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -197,6 +205,5 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         config, usual = self.config, RingAttentionConfig()
-        shown = fields(config)[6:]  # the others are those of the base
-        changed = {each.name: (getattr(config, each.name), getattr(usual, each.name)) for each in shown}
+        changed = {name: (getattr(config, name), getattr(usual, name)) for name in _OWN_SWITCHES}
         return {**super()._changed(), "enable_memory_pool": (True, True), **changed}

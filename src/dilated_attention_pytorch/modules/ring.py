@@ -18,6 +18,7 @@ from ..ring.comm import Group, find_ring
 from ..ring.schedule import STRATEGIES
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
 from .attention import DilatedAttention
+from .skin import AttentionSkin
 
 _T = TypeVar("_T")
 
@@ -90,7 +91,43 @@ def check_together(ring: RingOptions, check: Callable[[], _T]) -> _T:
         return check()
 
 
-class RingDilatedAttentionV2(DilatedAttention):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def raise_together(ring: RingOptions, error: Exception) -> None:
+    """Raises an error of one process before a call, in all of them."""
+    with sharing_errors(ring.group, ring.timeout):
+        raise error
+
+
+class RingSkin(AttentionSkin):
+    """What modules of a ring have beside those of one process. Its `ring` is set after construction."""
+
+    ring: RingOptions
+
+    @property
+    def ring_size(self) -> int:
+        return self.ring.size
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.ring.num_processes > 1
+
+    def _check_ring(self) -> None:
+        """Raises where a call cannot be made by the processes there are."""
+        self.ring.check()
+
+    def _check_declared(self, query: Tensor) -> None:
+        if not self.is_sharded:
+            self._check_ring()
+            super()._check_declared(query)
+            return
+        check_together(self.ring, self._check_ring)
+        check_together(self.ring, partial(super()._check_declared, query))
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        return {**super()._changed(), **self.ring.changed()}
+
+
+class RingDilatedAttentionV2(RingSkin, DilatedAttention):
     """`DilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...),
@@ -101,7 +138,8 @@ class RingDilatedAttentionV2(DilatedAttention):
     Args:
         ring_size: steps in which a call goes around the ring, by default one for each process; a multiple of
             their number. More steps mean smaller buffers: of `ring_size // processes` parts a process's keys
-            travel one by one. One process alone attends its queries in so many parts.
+            travel one by one. One process alone attends its queries in so many parts, forward: there is
+            nothing more to bound, and tiles are as small as `workspace_bytes` says.
         group: a process group, a 1-D device mesh, or None for the default group; without torch.distributed
             this process alone. A copy of the module belongs to the same group; with a group it cannot be
             pickled.
@@ -128,22 +166,7 @@ class RingDilatedAttentionV2(DilatedAttention):
         one_of("strategy", strategy, STRATEGIES)
         self.strategy = strategy
         self.ring = RingOptions(ring_size, group, timeout)
-        self.ring.check()
-
-    @property
-    def ring_size(self) -> int:
-        return self.ring.size
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether inputs are parts of a sequence: the group has more than one process."""
-        return self.ring.num_processes > 1
-
-    def _check_declared(self, query: Tensor) -> None:
-        if self.is_sharded:
-            check_together(self.ring, partial(super()._check_declared, query))
-        else:
-            super()._check_declared(query)
+        self._check_ring()
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
@@ -163,6 +186,7 @@ class RingDilatedAttentionV2(DilatedAttention):
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
         *,
+        num_kv_heads: int | None = None,
         num_processes: int | None = None,
     ) -> dict[str, int]:
         """Bytes of a forward call in the process that needs most, for `seq_len` tokens over all processes.
@@ -176,16 +200,19 @@ class RingDilatedAttentionV2(DilatedAttention):
         """
         spec = self.spec
         candidates: Any = ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,)
+        processes = self.ring.num_processes if num_processes is None else num_processes
         schedules = [
             plan_ring(
                 spec.segment_lengths,
                 spec.dilation_rates,
                 seq_len,
-                num_ranks=self.ring.num_processes if num_processes is None else num_processes,
+                num_ranks=processes,
                 num_heads=num_heads,
                 head_dim=head_dim,
+                num_kv_heads=num_kv_heads,
                 batch_size=batch_size,
                 dtype=dtype,
+                steps=max(1, self.ring.size // processes),
                 head_mixing=spec.head_mixing,
                 head_offsets=spec.head_offsets,
                 strategy=strategy,
@@ -198,7 +225,7 @@ class RingDilatedAttentionV2(DilatedAttention):
         return {**most._asdict(), "total": most.total}
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
-        return {**super()._changed(), **self.ring.changed(), "strategy": (self.strategy, "auto")}
+        return {**super()._changed(), "strategy": (self.strategy, "auto")}
 
 
 class RingDilatedAttentionV3(RingDilatedAttentionV2):

@@ -80,6 +80,11 @@ class AttentionSkin(nn.Module):
         self._check_declared(query)
         return self._attend(query, key, value, is_causal, attention_mask)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
+        return False
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:

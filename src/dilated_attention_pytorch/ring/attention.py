@@ -6,28 +6,28 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from .. import engine
-from ..block_engine import Merged
 from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
 from ..core.blocks import check_flags
 from ..core.pattern_cache import get_global_pattern_cache
-from ..engine import Gradients, Inputs, shape_of
+from ..engine import Gradients, Inputs, Merged, shape_of
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Plan, Shape, Tile, plan_crossing, plan_dilated
 from ..plan.shape import Pass
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
 from .agreement import agree, check_alone, nothing, rank_seed
-from .autograd import Heads, attend
+from .autograd import CallTensors, attend
 from .comm import Group, Ring, check_timeout, digest, find_ring
 from .exchange import Exchange, Piece
 from .schedule import STRATEGIES, RingSchedule
-from .ulysses import to_heads, to_tokens
+from .ulysses import Ulysses
 
 _TILES_A_ROUND = 2**24  # so that the numbers of tiles, from which dropout draws, differ
 
@@ -66,9 +66,7 @@ class _Call:
 
     def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
         elsewhere = _Elsewhere(self, inputs, "backward") if self.travels else None
-        out, lse, grad_out, grad_lse = merged.out, merged.lse, merged.grad_out, merged.grad_lse
-        plan = self.plan(inputs, "backward")
-        gradients = engine.backward(plan, inputs, out, lse, grad_out, grad_lse, elsewhere)
+        gradients = engine.backward(self.plan(inputs, "backward"), inputs, merged, elsewhere)
         if elsewhere is not None:
             elsewhere.exchange.finish()
         return gradients
@@ -92,18 +90,20 @@ class _Elsewhere:
             yield self._with_tiles(piece)
 
     def _with_tiles(self, piece: Piece) -> _TiledPiece:
-        call = self.call
-        tiles = plan_crossing(
-            call.schedule.spec,
-            shape_of(self.inputs),
-            call.part,
-            piece.transfer.keys,
-            piece.lane,
-            itemsize=self.inputs.q.element_size(),
-            docs=call.schedule.docs,
-            workspace_bytes=call.options.workspace_bytes,
-            first_index=(piece.number + 1) * _TILES_A_ROUND,
-        )
+        call, known = self.call, self.call.schedule.tiles
+        tiles = known.get((call.part, piece.number))
+        if tiles is None:
+            tiles = known[call.part, piece.number] = plan_crossing(
+                call.schedule.spec,
+                shape_of(self.inputs),
+                call.part,
+                piece.transfer.keys,
+                piece.lane,
+                itemsize=self.inputs.q.element_size(),
+                docs=call.schedule.docs,
+                workspace_bytes=call.options.workspace_bytes,
+                first_index=(piece.number + 1) * _TILES_A_ROUND,
+            )
         return _TiledPiece(tiles, piece, call.part.start)
 
 
@@ -116,12 +116,12 @@ class _TiledPiece:
     start: int
 
     def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        k, v, mask = self.piece.gather(self._index(tile), inputs)
+        k, v, mask = self.piece.gather(self.piece.index_of(tile, partial(self._index, tile)), inputs)
         shape = tile.k_shape(k.shape[-1])
         return k.view(shape), v.view(shape), None if mask is None else mask.view(shape[:3])
 
     def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
-        self.piece.add(self._index(tile), dk, dv)
+        self.piece.add(self.piece.index_of(tile, partial(self._index, tile)), dk, dv)
 
     def _index(self, tile: Tile) -> Tensor:
         """The numbers of a tile's keys among the rows of the piece, in the order of its packed keys."""
@@ -134,6 +134,16 @@ class _TiledPiece:
         return (batches[:, None] * self.piece.batch_step + torch.cat(numbers)).flatten()
 
 
+def _as_it_is(schedule: RingSchedule) -> RingSchedule:
+    return schedule
+
+
+def _cheaper(schedule: RingSchedule) -> RingSchedule:
+    """Of the two strategies."""
+    other = replace(schedule, strategy="ulysses")
+    return other if other.cost < schedule.cost else schedule
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: _Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -142,16 +152,18 @@ def _attend(
     if schedule.strategy == "ring":
         if not q.shape[1]:
             return nothing(q, k, v, return_lse)
-        out, lse = attend(Heads(q, k, v, key_mask, seed), call)
+        out, lse = attend(CallTensors(q, k, v, key_mask, seed), call)
         return (out, lse) if return_lse else out
-    (q, k, v), mask = to_heads(ring, schedule, (q, k, v), key_mask)
+    ulysses = Ulysses(ring, schedule, call.options.memory)
+    q, k, v = ulysses.to_heads(q, k, v)
+    mask = None if key_mask is None else ulysses.all_tokens(key_mask)
     if q.shape[2]:
-        out, lse = attend(Heads(q, k, v, mask, seed), call)
+        out, lse = attend(CallTensors(q, k, v, mask, seed), call)
     else:  # more ranks than key heads: nothing to attend, but gradients to pass on
         out, lse = nothing(q, k, v, return_lse=True)
     if not return_lse:
-        return to_tokens(ring, schedule, (out,))[0]
-    out, lse = to_tokens(ring, schedule, (out, lse.transpose(1, 2).unsqueeze(-1)))
+        return ulysses.to_tokens(out)[0]
+    out, lse = ulysses.to_tokens(out, lse.transpose(1, 2).unsqueeze(-1))
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
@@ -226,7 +238,7 @@ def ring_dilated_attention(
             of its ranks. Without torch.distributed the call is `dilated_attention`.
         strategy: "ring" moves the keys that are needed; "ulysses" exchanges tokens for heads, so that each
             rank attends all tokens of some heads; "auto" takes what the schedule finds cheaper.
-        shard_lengths: tokens of every rank, checked if given; else the ranks ask each other.
+        shard_lengths: tokens of every rank; if given, they are checked against what the ranks hold.
         key_mask: (b, n_local) bool of the local keys, on all ranks or on none.
         cu_seqlens: boundaries of documents in the whole sequence, the same on every rank.
         workspace_bytes: as in `dilated_attention`; what travels at a time takes as much again at most, but
@@ -271,7 +283,7 @@ def ring_dilated_attention(
             return_lse=return_lse,
             steps=steps,
         )
-    with agree(ring, q, timeout) as agreement:
+    with agree(ring, "ring_dilated_attention", q, timeout) as agreement:
         spec = DilatedSpec(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
         q, k, v = autocast_inputs(q, k, v)
         check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
@@ -285,7 +297,7 @@ def ring_dilated_attention(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
-        lengths = agreement.of(
+        lengths = agreement.on_call(
             q,
             k,
             v,
@@ -320,11 +332,12 @@ def ring_dilated_attention(
         strategy="ulysses" if strategy == "ulysses" or detach_mixing else "ring",
         return_lse=return_lse,
     )
-    if strategy == "auto" and not detach_mixing:
-        other = replace(schedule, strategy="ulysses")
-        schedule = other if other.cost < schedule.cost else schedule
-    if use_pattern_cache:  # an equal one knows its rounds
-        schedule = get_global_pattern_cache().get_or_build(("ring", schedule), lambda: schedule)
+    is_open = strategy == "auto" and not detach_mixing
+    choose = partial(_cheaper if is_open else _as_it_is, schedule)
+    if use_pattern_cache:  # an earlier one knows its rounds
+        schedule = get_global_pattern_cache().get_or_build(("ring", schedule, is_open), choose)
+    else:
+        schedule = choose()
     start = schedule.shard(ring.rank)[0]
     part = Part(n, start, h, 0)
     if schedule.strategy == "ulysses":

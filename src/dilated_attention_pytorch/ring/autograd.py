@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..attention_op import RunOptions, attention_inputs, without_autocast
-from ..block_engine import Merged
-from ..engine import Inputs
+from ..engine import Inputs, Merged
 from .agreement import lend_workspace
 
 
@@ -23,7 +22,7 @@ class RankCall(Protocol):
     def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class Heads(NamedTuple):
+class CallTensors(NamedTuple):
     """q, k and v, and what belongs to them."""
 
     q: Tensor
@@ -33,9 +32,9 @@ class Heads(NamedTuple):
     seed: Tensor | None
 
 
-def attend(heads: Heads, call: RankCall) -> tuple[Tensor, Tensor]:
+def attend(tensors: CallTensors, call: RankCall) -> tuple[Tensor, Tensor]:
     """out and lse of a rank."""
-    result: tuple[Tensor, Tensor] = _Attention.apply(*heads, call)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -43,7 +42,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, call = args
-        heads = Heads(*tensors)
+        heads = CallTensors(*tensors)
         options, device = call.options, heads.q.device
         with without_autocast(device), lend_workspace(options.memory, device) as workspace:
             out, lse = call.forward(attention_inputs(options, *heads, workspace))
@@ -56,7 +55,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        heads, call = Heads(*tensors), ctx.call
+        heads, call = CallTensors(*tensors), ctx.call
         # Also without a gradient of its own: the others wait for this rank.
         merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
         options, device = call.options, heads.q.device

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..block_engine import Merged, attend_into, gradients_into, tile_tokens
+from ..block_engine import attend_into, gradients_into, tile_tokens
 from ..block_ops import BY_THREADS, BlockOptions, sized
 from ..block_sparse import block_sparse_attention, check_fit
 from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
 from ..core.block_patterns import get_block_pattern_cache
 from ..core.blocks import check_flags
-from ..engine import Inputs, scatter
+from ..engine import Inputs, Merged, scatter
 from ..kernels import How
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, BlockPlan, Shape, plan_blocks
 from ..plan.block_sparse import Panel, Tile
@@ -26,7 +26,7 @@ from ..plan.segments import Range
 from ..plan.shape import Pass
 from ..spec import DilatedSpec
 from .agreement import agree, check_alone, nothing, rank_seed
-from .autograd import Heads, attend
+from .autograd import CallTensors, attend
 from .comm import Group, Ring, check_timeout, digest, find_ring
 from .exchange import Exchange, Piece
 from .positions import Positions
@@ -72,19 +72,21 @@ class BlockSchedule(Schedule):
             for first, last in zip(firsts, lasts, strict=True)
         )
 
-    def plan(self, queries: Range, keys: Range, lane: Range, use_cache: bool) -> BlockPlan:
-        """How queries meet keys, for the query heads of a lane."""
-        group = self.shape.h // self.shape.h_kv
-        heads = range(lane[0] * group, (lane[0] + lane[1]) * group)
-        layouts: Sequence[int] = (0,)
-        if len(self.pattern) > 1:
-            layouts = [b + h for b in range(0, len(self.pattern), self.shape.h) for h in heads]
-        build = partial(plan_blocks, self.pattern, queries, keys, layouts)
-        if not use_cache:
-            return build()
-        key = ("ring_blocks", self.pattern.key, queries, keys, tuple(layouts))
-        plan: BlockPlan = get_block_pattern_cache().get_or_build(key, build)
-        return plan
+    def plan(self, queries: Range, keys: Range, lane: Range) -> BlockPlan:
+        """How queries meet keys, for the query heads of a lane; kept here once it was made."""
+        known = self._plans.get((queries, keys, lane))
+        if known is None:
+            group = self.shape.h // self.shape.h_kv
+            heads = range(lane[0] * group, (lane[0] + lane[1]) * group)
+            layouts: Sequence[int] = (0,)
+            if len(self.pattern) > 1:
+                layouts = [b + h for b in range(0, len(self.pattern), self.shape.h) for h in heads]
+            known = self._plans[queries, keys, lane] = plan_blocks(self.pattern, queries, keys, layouts)
+        return known
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Range, Range, Range], BlockPlan]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ class _BlockPiece:
     block_size: int
 
     def gather(self, panel: Panel, tile: Tile, number: int, inputs: Inputs) -> tuple[Tensor, Tensor, How]:
-        k, v, mask = self.piece.gather(self._index(panel, tile), inputs)
+        k, v, mask = self.piece.gather(self.piece.index_of(tile, partial(self._index, panel, tile)), inputs)
         shape = (panel.num_kv * tile.columns.shape[0], 1, tile.k_len, k.shape[-1])
         seen = None if mask is None else mask.view(shape[:3])
         return inputs.how(k.view(shape), v.view(shape), seen, panel.index * 2**16 + number, tile.is_causal)
 
     def add(self, panel: Panel, tile: Tile, dk: Tensor, dv: Tensor) -> None:
-        self.piece.add(self._index(panel, tile), dk, dv)
+        self.piece.add(self.piece.index_of(tile, partial(self._index, panel, tile)), dk, dv)
 
     def _index(self, panel: Panel, tile: Tile) -> Tensor:
         tokens = tile_tokens(tile, self.block_size, self.piece.keys.device).flatten()
@@ -175,7 +177,7 @@ class _Call:
     def _plan(self, lane: Range, piece: Piece | None = None) -> BlockPlan:
         own = self.schedule.shard(self.ring.rank)
         keys = own if piece is None else piece.transfer.keys
-        return self.schedule.plan(own, keys, lane, self.options.use_pattern_cache)
+        return self.schedule.plan(own, keys, lane)
 
     def _of(self, piece: Piece) -> _BlockPiece:
         return _BlockPiece(piece, self.schedule.pattern.block_size)
@@ -267,7 +269,7 @@ def ring_block_sparse_attention(
             memory=memory,
             use_pattern_cache=use_pattern_cache,
         )
-    with agree(ring, q, timeout) as agreement:
+    with agree(ring, "ring_block_sparse_attention", q, timeout) as agreement:
         if not (isinstance(pattern, BlockPattern) or callable(pattern)):
             raise TypeError(f"pattern must be a BlockPattern or make one, got {type(pattern).__name__}")
         q, k, v = autocast_inputs(q, k, v)
@@ -279,7 +281,7 @@ def ring_block_sparse_attention(
         spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds share
         if isinstance(pattern, BlockPattern):
             check_fit(pattern, q, is_causal, n=pattern.n)
-        lengths = agreement.of(
+        lengths = agreement.on_call(
             q,
             k,
             v,
@@ -294,8 +296,10 @@ def ring_block_sparse_attention(
             return_lse=int(return_lse),
         )
     if not isinstance(pattern, BlockPattern):
-        pattern = pattern(sum(lengths))
-        check_fit(pattern, q, is_causal, n=pattern.n)
+        with agree(ring, "the pattern", q, timeout) as agreement:
+            pattern = pattern(sum(lengths))
+            check_fit(pattern, q, is_causal, n=pattern.n)
+            agreement.on({"the pattern": digest(pattern.key)}, [])
     if sum(lengths) != pattern.n:
         raise ValueError(
             f"the pattern is for a length of {pattern.n}, got {sum(lengths)} tokens on all ranks"
@@ -322,5 +326,5 @@ def ring_block_sparse_attention(
         use_pattern_cache=use_pattern_cache,
     )
     seed = rank_seed(ring) if spec.dropout_p else None
-    out, lse = attend(Heads(q, k, v, key_mask, seed), _Call(ring, schedule, sized(options)))
+    out, lse = attend(CallTensors(q, k, v, key_mask, seed), _Call(ring, schedule, sized(options)))
     return (out, lse) if return_lse else out

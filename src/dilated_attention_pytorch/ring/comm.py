@@ -6,8 +6,7 @@ other arguments, becomes an error on every rank.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -19,6 +18,9 @@ from torch import Tensor
 
 Group = Any  # a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group
 Message = tuple[int, Tensor]  # (peer, what it sends or gets)
+
+
+CONTROL = 40  # values of a control message
 
 
 class RingError(RuntimeError):
@@ -98,43 +100,26 @@ class Ring:
             except RuntimeError as error:
                 raise self._failure(what, name, error) from error
 
-    def gather(self, values: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
-        """The values of all ranks."""
-        place = torch.device("cpu") if _takes_cpu(self.group) else device
-        mine = torch.tensor(values, dtype=torch.int64, device=place)
+    def gather(self, values: Sequence[int], what: str, device: torch.device | None = None) -> list[list[int]]:
+        """The values of all ranks, at most CONTROL: all messages have one size, whatever a rank is doing."""
+        if len(values) > CONTROL:
+            raise AssertionError(f"a control message has at most {CONTROL} values, got {len(values)}")
+        padded = [*values, *[0] * (CONTROL - len(values))]
+        mine = torch.tensor(padded, dtype=torch.int64, device=self._control_device(device))
         table = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = dist.all_gather(table, mine, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure(what, "all ranks", error) from error
         self.wait([("all ranks", work)], what)
-        return [x.tolist() for x in table]
+        return [x.tolist()[: len(values)] for x in table]
 
-    def agree(
-        self, facts: Mapping[str, int], own: Mapping[str, int], device: torch.device
-    ) -> dict[str, list[int]]:
-        """Checks that all ranks call with the same facts, and returns the `own` ones of every rank."""
-        # The first value is 0 on a rank that refuses its arguments.
-        table = self.gather([1, *facts.values(), *own.values()], device, "agreeing on a call")
-        if refusing := [rank for rank, row in enumerate(table) if not row[0]]:
-            raise ValueError(f"rank {refusing[0]} of {self} refused its arguments; its own error says why")
-        for i, name in enumerate(facts, start=1):
-            column = [row[i] for row in table]
-            other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
-            if other is not None:
-                shown = column[0], column[other]
-                values = (
-                    f": {shown[0]} on rank 0 and {shown[1]} on rank {other}"
-                    if max(shown) < 2**40
-                    else (f": rank {other} differs from rank 0")
-                )
-                raise ValueError(f"the ranks of {self} must agree on {name}{values}")
-        first = 1 + len(facts)
-        return {name: [row[first + i] for row in table] for i, name in enumerate(own)}
-
-    def refuse(self, num_values: int, device: torch.device) -> None:
-        """Tells the others, which wait in `agree`, that this rank's arguments are wrong."""
-        self.gather([0] * (1 + num_values), device, "refusing a call")
+    def _control_device(self, device: torch.device | None) -> torch.device:
+        """That of the call's tensors, so that the first use of a backend is by all ranks together."""
+        served = {each.type for each in self.group._device_types}
+        if device is not None and device.type in served:
+            return device
+        return torch.device("cpu" if "cpu" in served else next(iter(served)))
 
     def _failure(self, what: str, name: str, error: Exception) -> RingError:
         within = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
@@ -179,11 +164,6 @@ def digest(*facts: Any) -> int:
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1 | 2**62
 
 
-def _takes_cpu(group: dist.ProcessGroup) -> bool:
-    backend = str(dist.get_backend(group))
-    return "gloo" in backend or "mpi" in backend
-
-
 def check_timeout(timeout: float | timedelta | None) -> timedelta | None:
     """Seconds as a timedelta."""
     if timeout is None or isinstance(timeout, timedelta):
@@ -192,6 +172,6 @@ def check_timeout(timeout: float | timedelta | None) -> timedelta | None:
         raise TypeError(f"timeout must be seconds, a timedelta or None, got {timeout!r}")
     else:
         seconds = float(timeout)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"timeout must be positive and finite, got {timeout!r}")
+    if not 0 < seconds < 2**31:  # torch counts nanoseconds in 64 bits
+        raise ValueError(f"timeout must be positive and below 2**31 seconds, got {timeout!r}")
     return None if timeout is None else timedelta(seconds=seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,12 +33,19 @@ class Piece:
         self.heads_a_batch = step.lane[1] if per_batch else 0
         self.keys, self.mask = keys, mask
         self.gradients: Tensor | None = None
+        self._last: tuple[object, Tensor] | None = None
 
     def numbers(self, batch: int, kv: int, positions: Tensor) -> Tensor:
         """The row numbers of positions of a batch's key head."""
         head = kv - self.lane[0] + batch * self.heads_a_batch
         first = self.first[head] + batch * self.batch_step
         return torch.searchsorted(self.positions[head], positions.contiguous()) + first
+
+    def index_of(self, tile: object, make: Callable[[], Tensor]) -> Tensor:
+        """The index of a tile: backward asks for it twice in a row."""
+        if self._last is None or self._last[0] is not tile:
+            self._last = tile, make()
+        return self._last[1]
 
     def gather(self, index: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of keys and values, and their mask, by number."""
@@ -90,7 +97,7 @@ class Exchange:
 
         What other ranks computed of this rank's keys is added to dk and dv (b, n, heads of the lane, d).
         """
-        sums = FlatRows.of(dk), FlatRows.of(dv)
+        sums = FlatRows.onto(dk), FlatRows.onto(dv)
         previous = None
         for number in self._rounds_of(lane):
             piece = self._arrived(number)
@@ -187,8 +194,9 @@ class Exchange:
         step = self.rounds[number]
         if parts is None or step.send is None:
             return
+        index = self.own.index(step.send, sums[0], first_head=0)
         for total, part in zip(sums, parts, strict=True):
-            total.rows.index_add_(0, self.own.index(step.send, total, first_head=0), part)
+            total.rows.index_add_(0, index, part)
 
     @staticmethod
     def _free(moving: dict[int, _Moving], number: int) -> None:

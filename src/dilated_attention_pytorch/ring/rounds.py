@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -112,7 +112,8 @@ class Schedule:
     @cached_property
     def num_chunks(self) -> int:
         """Parts in which the keys of a rank travel, so that a piece stays small."""
-        return max(1, self.min_chunks, -(-self._piece_bytes // self._piece_limit))
+        wanted = max(1, self.min_chunks, -(-self._piece_bytes // self._piece_limit))
+        return min(wanted, max(1, *self.shard_lengths))
 
     @property
     def rounds_a_lane(self) -> int:
@@ -195,22 +196,43 @@ class Schedule:
             total += back(rank) * 2 * self.shape.d * max(4, self.itemsize)
         return total
 
-    def memory(self, rank: int) -> Memory:
-        """What a forward pass holds: inputs, out and lse, scratch (at most), and what is travelling."""
-        b, _, h, h_kv, d = self.shape
-        tokens = b * self.shard_lengths[rank]
-        inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
-        lse = tokens * h * max(4, self.itemsize)
-        return Memory(inputs, out + lse, self.workspace_bytes, self._travelling(rank))
+    def memory(self, rank: int, direction: Pass = "forward") -> Memory:
+        """What a pass holds: inputs, results, scratch (at most), and what is travelling.
 
-    def _travelling(self, rank: int) -> int:
+        In half precision the scratch has float32 sums of at least one key head over all of a rank's tokens.
+        """
+        b, _, h, h_kv, d = self.shape
+        tokens, wide = b * self.shard_lengths[rank], max(4, self.itemsize)
+        inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
+        sums = 0
+        if self.itemsize < 4 and self.num_ranks > 1:  # one process cuts them to its workspace
+            rows = h // h_kv + (0 if direction == "forward" else 2)
+            sums = self.lanes[0][1] * rows * tokens * d * wide
+        results = out + tokens * h * wide
+        if direction == "backward":
+            inputs, results = inputs + results + out, inputs
+        return Memory(inputs, results, self.workspace_bytes + sums, self._travelling(rank, direction))
+
+    def _travelling(self, rank: int, direction: Pass) -> int:
         if self.num_ranks == 1:
             return 0
-        a_head = self._piece_bytes * self.itemsize // max(4, self.itemsize)
-        return 4 * self.lanes[0][1] * -(-a_head // self.num_chunks)
+        wide = max(4, self.itemsize)
+        each = self._piece_bytes * self.itemsize // wide
+        each += self._piece_bytes if direction == "backward" else 0
+        return 4 * self.lanes[0][1] * -(-each // self.num_chunks)
 
-    def memory_bytes(self, rank: int) -> int:
-        return self.memory(rank).total
+    def memory_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        return self.memory(rank, direction).total
+
+
+def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
+    """The tokens of each rank, as a tuple."""
+    lengths = tuple(shard_lengths)
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in lengths):
+        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+    if not lengths or (size is not None and len(lengths) != size):
+        raise ValueError(f"shard_lengths must name the tokens of {size or 'some'} ranks, got {len(lengths)}")
+    return lengths
 
 
 def even_shards(n: int, size: int) -> tuple[int, ...]:

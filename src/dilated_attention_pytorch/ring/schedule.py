@@ -15,13 +15,13 @@ from ..checks import check_positive_int
 from ..core.blocks import check_flags
 from ..core.host_memory import describe_bytes
 from ..ops import check_bounds
-from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape
+from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
 from ..plan.heads import Head
 from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
 from ..plan.shape import Pass
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, one_of
 from .positions import Positions
-from .rounds import Round, Schedule, even_shards
+from .rounds import Round, Schedule, check_lengths, even_shards
 
 Strategy = Literal["ring", "ulysses"]
 STRATEGIES = ("auto", "ring", "ulysses")
@@ -61,6 +61,11 @@ class RingSchedule(Schedule):
         if self.docs is not None:
             return True
         return any(bound % min(window, self.shape.n) for bound in self.bounds[1:-1])
+
+    @cached_property
+    def tiles(self) -> dict[tuple[Part, int], tuple[Tile, ...]]:
+        """The tiles of pieces, by part and round, once they were planned."""
+        return {}
 
     @cached_property
     def head_shares(self) -> tuple[int, ...]:
@@ -123,9 +128,9 @@ class RingSchedule(Schedule):
         ranks = range(self.num_ranks)
         return max(self.flops(r) + FLOPS_A_BYTE * self.received_bytes(r) for r in ranks)
 
-    def _travelling(self, rank: int) -> int:
+    def _travelling(self, rank: int, direction: Pass) -> int:
         if self.strategy == "ring":
-            return super()._travelling(rank)
+            return super()._travelling(rank, direction)
         b, n, h, h_kv, d = self.shape
         heads = self.head_shares[rank] * (2 * h // h_kv + 2)  # q, k, v and out of all tokens
         leaving = self.shard_lengths[rank] * (h + 2 * h_kv)
@@ -207,6 +212,7 @@ def plan_ring(
     masked: bool = False,
     return_lse: bool = False,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    steps: int = 1,
 ) -> RingSchedule:
     """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
 
@@ -218,8 +224,7 @@ def plan_ring(
             raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
         check_positive_int("num_ranks", num_ranks)
         shard_lengths = even_shards(n, num_ranks)
-    elif not all(isinstance(x, int) and x >= 0 for x in shard_lengths):
-        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+    shard_lengths = check_lengths(shard_lengths)
     if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
         raise ValueError(
             f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
@@ -227,13 +232,16 @@ def plan_ring(
         )
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths)}).items():
+    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths), "steps": steps}).items():
         check_positive_int(name, value)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+    check_positive_int("workspace_bytes", workspace_bytes)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     one_of("strategy", strategy, STRATEGIES[1:])
     check_flags(masked=masked, return_lse=return_lse)
-    docs = None if cu_seqlens is None else tuple(cu_seqlens)
+    docs = None if cu_seqlens is None else tuple(int(bound) for bound in cu_seqlens)
     if docs is not None:
         check_bounds(docs, sum(shard_lengths))
     spec = DilatedSpec(
@@ -245,6 +253,7 @@ def plan_ring(
         dtype.itemsize,
         masked,
         workspace_bytes,
+        steps,
         spec=spec,
         docs=docs,
         strategy=strategy,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Group, Ring, find_ring
-from .rounds import even_shards
+from .agreement import agree
+from .comm import Group, Ring, check_timeout, digest, find_ring
+from .rounds import check_lengths, even_shards
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -21,9 +22,9 @@ def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | Non
         raise ValueError(f"n must be an integer of 0 or more, got {n!r}")
     ring = find_ring(group)
     rank, size = (0, 1) if ring is None else (ring.rank, ring.size)
-    lengths = even_shards(n, size) if shard_lengths is None else tuple(shard_lengths)
-    if len(lengths) != size or sum(lengths) != n or min(lengths) < 0:
-        raise ValueError(f"shard_lengths must be {size} lengths of {n} tokens in all, got {lengths}")
+    lengths = even_shards(n, size) if shard_lengths is None else check_lengths(shard_lengths, size)
+    if sum(lengths) != n:
+        raise ValueError(f"shard_lengths must have {n} tokens in all, got {lengths}")
     start = sum(lengths[:rank])
     return start, start + lengths[rank]
 
@@ -37,7 +38,9 @@ def shard_sequence(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def unshard_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
+def unshard_sequence(
+    x: Tensor, dim: int = 1, group: Group = None, timeout: float | timedelta | None = None
+) -> Tensor:
     """The parts of all ranks joined along `dim`, on every rank; their lengths may differ.
 
     The gradient of this rank's part is its slice of the gradient of the whole: every rank is expected to
@@ -45,8 +48,17 @@ def unshard_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
     """
     ring = find_ring(group)
     if ring is None or ring.size == 1:
+        check_timeout(timeout)
         return x
-    joined: Tensor = _Join.apply(x, dim % x.dim(), ring)  # type: ignore[no-untyped-call]
+    with agree(ring, "unshard_sequence", x, timeout) as agreement:
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim must be a dimension of a tensor, got {dim!r} of {type(x).__name__}")
+        dim %= x.dim()
+        others = [size for i, size in enumerate(x.shape) if i != dim]
+        facts = {"dim": dim, "the other dimensions": digest(others), "the dtype": digest(x.dtype)}
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        lengths = agreement.on({**facts, "requiring gradients": int(needs_grad)}, [x.shape[dim]])
+    joined: Tensor = _Join.apply(x, dim, ring, [row[0] for row in lengths])  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -55,29 +67,35 @@ def shard_lengths_of(
     n_local: int, group: Group = None, timeout: float | timedelta | None = None
 ) -> tuple[int, ...]:
     """The tokens of every rank, in order."""
-    ring = find_ring(group, timeout)
-    if ring is None:
+    ring = find_ring(group)
+    if ring is None or ring.size == 1:
+        check_timeout(timeout)
         return (n_local,)
-    table = ring.gather([n_local], torch.device("cpu"), "asking for shard lengths")
+    with agree(ring, "shard_lengths_of", None, timeout) as agreement:
+        if isinstance(n_local, bool) or not isinstance(n_local, int) or n_local < 0:
+            raise ValueError(f"n_local must be an integer of 0 or more, got {n_local!r}")
+        table = agreement.on({}, [n_local])
     return tuple(row[0] for row in table)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def shard_positions(n_local: int, group: Group = None, device: torch.device | str | None = None) -> Tensor:
+def shard_positions(
+    n_local: int,
+    group: Group = None,
+    device: torch.device | str | None = None,
+    timeout: float | timedelta | None = None,
+) -> Tensor:
     """(n_local,) int64: where this rank's tokens stand in the whole sequence, for position encodings."""
     ring = find_ring(group)
-    start = 0 if ring is None else sum(shard_lengths_of(n_local, group)[: ring.rank])
+    start = 0 if ring is None else sum(shard_lengths_of(n_local, group, timeout)[: ring.rank])
     return torch.arange(start, start + n_local, device=device)
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ring: Ring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, ring: Ring, lengths: list[int]) -> Tensor:
         own = x.detach().movedim(dim, 0).contiguous()
-        table = ring.gather([own.shape[0], x.dim(), *own.shape[1:]], x.device, "joining a sequence")
-        if any(row[1:] != table[0][1:] for row in table):
-            raise ValueError(f"parts must have one shape but for dimension {dim}, got {table}")
-        bounds = list(accumulate((row[0] for row in table), initial=0))
+        bounds = list(accumulate(lengths, initial=0))
         joined = own.new_empty(bounds[-1], *own.shape[1:])
         parts = [joined[a:b] for a, b in pairwise(bounds)]
         parts[ring.rank].copy_(own)
@@ -91,4 +109,4 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient.narrow(*ctx.where), None, None
+        return gradient.narrow(*ctx.where), None, None, None

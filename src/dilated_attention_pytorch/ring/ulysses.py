@@ -2,117 +2,124 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .comm import Ring
+from ..core.workspace import Workspace
+from .agreement import lend_workspace
+from .comm import Message, Ring
 from .schedule import RingSchedule
 
 
-def to_heads(
-    ring: Ring, schedule: RingSchedule, tensors: tuple[Tensor, ...], mask: Tensor | None
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """(b, n_local, heads, d) of all heads -> (b, n, heads, d) of this rank's; and the mask of all tokens."""
-    heads = tuple(x.shape[2] for x in tensors)
-    moved = _Reshard.apply(ring, schedule, heads, True, *tensors)  # type: ignore[no-untyped-call]
-    if mask is None:
-        return moved, None
-    return moved, _all_tokens(ring, schedule, mask)
+@dataclass(frozen=True)
+class Ulysses:
+    """The exchange of one call; `memory` is where its buffers come from."""
+
+    ring: Ring
+    schedule: RingSchedule
+    memory: str
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(b, n_local, heads, d) of all heads -> (b, n, heads, d) of this rank's; differentiable."""
+        heads = tuple(x.shape[2] for x in tensors)
+        moved: tuple[Tensor, ...] = _Move.apply(self, heads, True, *tensors)  # type: ignore[no-untyped-call]
+        return moved
+
+    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The way back: (b, n, heads, d) of this rank's query heads -> (b, n_local, heads, d) of all."""
+        heads = (self.schedule.shape.h,) * len(tensors)
+        moved: tuple[Tensor, ...] = _Move.apply(self, heads, False, *tensors)  # type: ignore[no-untyped-call]
+        return moved
+
+    def all_tokens(self, mask: Tensor) -> Tensor:
+        """(b, n) of all ranks' masks (b, n_local)."""
+        everyone = torch.empty(self.schedule.shape.n, mask.shape[0], dtype=torch.uint8, device=mask.device)
+        own = everyone[self._tokens(self.ring.rank)]
+        own.copy_(mask.transpose(0, 1))
+        arriving = [(peer, everyone[self._tokens(peer)]) for peer in self._others]
+        leaving = [(peer, own) for peer in self._others]
+        self._exchange("forward pass, masks", arriving, leaving)
+        return everyone.bool().transpose(0, 1)
+
+    def move(
+        self, tensors: tuple[Tensor, ...], heads: tuple[int, ...], to_heads: bool, direction: str
+    ) -> tuple[Tensor, ...]:
+        """Tensors with so many heads in all. Messages are (tokens, b, heads, d), to arrive in place."""
+        results, what = [], f"{direction} pass, {'tokens to heads' if to_heads else 'heads to tokens'}"
+        with lend_workspace(self.memory, tensors[0].device) as workspace:
+            for x, total in zip(tensors, heads, strict=True):
+                shares = (share * (total // self.schedule.shape.h_kv) for share in self.schedule.head_shares)
+                ends = list(accumulate(shares, initial=0))
+                parts = [slice(*pair) for pair in pairwise(ends)]
+                move = self._tokens_to_heads if to_heads else self._heads_to_tokens
+                results.append(move(x, parts, what, workspace))
+        return tuple(result.transpose(0, 1) for result in results)
+
+    def _tokens_to_heads(self, x: Tensor, parts: list[slice], what: str, workspace: Workspace) -> Tensor:
+        mine = parts[self.ring.rank]
+        shape = (self.schedule.shape.n, x.shape[0], mine.stop - mine.start, x.shape[3])
+        result = workspace.result(shape, x.dtype, x.device)
+        result[self._tokens(self.ring.rank)].copy_(x[:, :, mine].transpose(0, 1))
+        arriving = [(peer, result[self._tokens(peer)]) for peer in self._others]
+        leaving = [(peer, x[:, :, parts[peer]].transpose(0, 1)) for peer in self._others]
+        self._exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
+        return result
+
+    def _heads_to_tokens(self, x: Tensor, parts: list[slice], what: str, workspace: Workspace) -> Tensor:
+        own = self._tokens(self.ring.rank)
+        shape = (own.stop - own.start, x.shape[0], parts[-1].stop, x.shape[3])
+        result = workspace.result(shape, x.dtype, x.device)
+        result[:, :, parts[self.ring.rank]].copy_(x[:, own].transpose(0, 1))
+        places = [(peer, result[:, :, parts[peer]]) for peer in self._others]
+        arriving = list(_pack(places, workspace, "comm_in", is_full=False))
+        leaving = [(peer, x[:, self._tokens(peer)].transpose(0, 1)) for peer in self._others]
+        self._exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
+        for (_, place), (_, arrived) in zip(places, arriving, strict=True):
+            place.copy_(arrived)
+        return result
+
+    def _exchange(self, what: str, arriving: list[Message], leaving: list[Message]) -> None:
+        some = ([message for message in x if message[1].numel()] for x in (arriving, leaving))
+        pending = self.ring.start(what, *some)
+        pending.wait_arrived()
+        pending.wait_left()
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.ring.size) if peer != self.ring.rank]
+
+    def _tokens(self, rank: int) -> slice:
+        return slice(*self.schedule.shard(rank))
 
 
-def to_tokens(ring: Ring, schedule: RingSchedule, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The way back: (b, n, heads, d) of this rank's heads -> (b, n_local, heads, d) of all."""
-    heads = (schedule.shape.h,) * len(tensors)
-    moved: tuple[Tensor, ...] = _Reshard.apply(  # type: ignore[no-untyped-call]
-        ring, schedule, heads, False, *tensors
-    )
-    return moved
+def _pack(messages: list[Message], workspace: Workspace, slot: str, is_full: bool) -> Iterator[Message]:
+    """Contiguous memory for each message, side by side; with its content, or for what will arrive."""
+    if not messages:
+        return
+    like, at = messages[0][1], 0
+    packed = workspace.take(slot, (sum(x.numel() for _, x in messages),), like.dtype, like.device)
+    for peer, x in messages:
+        part = packed[at : at + x.numel()].view(x.shape)
+        yield peer, part.copy_(x) if is_full else part
+        at += x.numel()
 
 
-class _Reshard(torch.autograd.Function):
+class _Move(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        ring: Ring,
-        schedule: RingSchedule,
-        heads: tuple[int, ...],
-        is_to_heads: bool,
-        *tensors: Tensor,
+        ctx: Any, ulysses: Ulysses, heads: tuple[int, ...], to_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.way = ring, schedule, heads, is_to_heads
-        return _move(ring, schedule, heads, is_to_heads, tensors, "forward")
+        ctx.way = ulysses, heads, to_heads
+        return ulysses.move(tensors, heads, to_heads, "forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ring, schedule, heads, is_to_heads = ctx.way
-        moved = _move(ring, schedule, heads, not is_to_heads, gradients, "backward")
-        return None, None, None, None, *moved
-
-
-def _move(
-    ring: Ring,
-    schedule: RingSchedule,
-    heads: tuple[int, ...],
-    is_to_heads: bool,
-    tensors: tuple[Tensor, ...],
-    direction: str,
-) -> tuple[Tensor, ...]:
-    """Tensors with so many heads in all; messages are (tokens, b, heads, d), to arrive in place."""
-    results, receives, sends = [], [], []
-    for x, total in zip(tensors, heads, strict=True):
-        b, d = x.shape[0], x.shape[3]
-        shares = (share * (total // schedule.shape.h_kv) for share in schedule.head_shares)
-        bounds = list(accumulate(shares, initial=0))
-        mine = slice(bounds[ring.rank], bounds[ring.rank + 1])
-        own = slice(*schedule.shard(ring.rank))
-        if is_to_heads:
-            result = x.new_empty(schedule.shape.n, b, mine.stop - mine.start, d)
-            result[own].copy_(x[:, :, mine].transpose(0, 1))
-        else:
-            result = x.new_empty(own.stop - own.start, b, total, d)
-            result[:, :, mine].copy_(x[:, own].transpose(0, 1))
-        arriving = []
-        for peer in range(ring.size):
-            if peer == ring.rank:
-                continue
-            theirs, tokens = slice(bounds[peer], bounds[peer + 1]), slice(*schedule.shard(peer))
-            if is_to_heads:
-                leaving, target = x[:, :, theirs], result[tokens]
-            else:
-                leaving = x[:, tokens]
-                target = x.new_empty(own.stop - own.start, b, theirs.stop - theirs.start, d)
-                arriving.append((theirs, target))
-            if target.numel():
-                receives.append((peer, target))
-            if leaving.numel():
-                sends.append((peer, leaving.transpose(0, 1).contiguous()))
-        results.append((result, arriving))
-    what = f"{direction} pass, {'tokens to heads' if is_to_heads else 'heads to tokens'}"
-    pending = ring.start(what, receives, sends)
-    pending.wait_arrived()
-    for result, arriving in results:
-        for theirs, target in arriving:
-            result[:, :, theirs].copy_(target)
-    pending.wait_left()
-    return tuple(result.transpose(0, 1) for result, _ in results)
-
-
-def _all_tokens(ring: Ring, schedule: RingSchedule, mask: Tensor) -> Tensor:
-    """(b, n) of all ranks' masks (b, n_local)."""
-    everyone = torch.empty(schedule.shape.n, mask.shape[0], dtype=torch.uint8, device=mask.device)
-    own = everyone[slice(*schedule.shard(ring.rank))]
-    own.copy_(mask.transpose(0, 1))
-    others = [peer for peer in range(ring.size) if peer != ring.rank]
-    arriving = [(peer, everyone[slice(*schedule.shard(peer))]) for peer in others]
-    leaving = [(peer, own) for peer in others]
-    pending = ring.start(
-        "forward pass, masks", *([each for each in x if each[1].numel()] for x in (arriving, leaving))
-    )
-    pending.wait_arrived()
-    pending.wait_left()
-    return everyone.bool().transpose(0, 1)
+        ulysses, heads, to_heads = ctx.way
+        return None, None, None, *ulysses.move(gradients, heads, not to_heads, "backward")
