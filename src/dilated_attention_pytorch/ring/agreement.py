@@ -50,7 +50,7 @@ class Agreement:
         v: Tensor,
         key_mask: Tensor | None,
         shard_lengths: Sequence[int] | None,
-        **facts: int,
+        facts: Mapping[str, int],
     ) -> tuple[int, ...]:
         """The tokens of all ranks, if they agree on everything else."""
         given = None if shard_lengths is None else check_lengths(shard_lengths, self.ring.size)

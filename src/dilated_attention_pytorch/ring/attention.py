@@ -3,149 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .. import engine
 from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
 from ..core.blocks import check_flags
 from ..core.pattern_cache import get_global_pattern_cache
-from ..engine import Gradients, Inputs, Merged, shape_of
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
-from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Plan, Shape, Tile, plan_crossing, plan_dilated
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
 from .agreement import agree, check_alone, nothing, rank_seed
 from .autograd import CallTensors, attend
-from .comm import Group, Ring, check_timeout, digest, find_ring
-from .exchange import Exchange, Piece
+from .comm import Group, check_timeout, digest, find_ring
+from .dilated_call import DilatedCall
 from .schedule import STRATEGIES, RingSchedule
 from .ulysses import Ulysses
 
-_TILES_A_ROUND = 2**24  # so that the numbers of tiles, from which dropout draws, differ
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The static part of a rank's call."""
-
-    ring: Ring
-    schedule: RingSchedule
-    options: Options
-    part: Part
-    travels: bool  # whether keys do
-
-    def plan(self, inputs: Inputs, direction: Pass) -> Plan:
-        return plan_dilated(
-            self.schedule.spec,
-            shape_of(inputs),
-            itemsize=inputs.q.element_size(),
-            direction=direction,
-            docs=self.schedule.docs,
-            workspace_bytes=self.options.workspace_bytes,
-            cache=get_global_pattern_cache() if self.options.use_pattern_cache else None,
-            part=self.part,
-            lane=self.schedule.lanes[0][1] if self.schedule.strategy == "ring" else None,
-        )
-
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        # With dropout both passes must cut the same tiles.
-        plan = self.plan(inputs, "backward" if self.options.dropout_p else "forward")
-        elsewhere = _Elsewhere(self, inputs, "forward") if self.travels else None
-        results = engine.forward(plan, inputs, elsewhere)
-        if elsewhere is not None:
-            elsewhere.exchange.finish()
-        return results
-
-    def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
-        elsewhere = _Elsewhere(self, inputs, "backward") if self.travels else None
-        gradients = engine.backward(self.plan(inputs, "backward"), inputs, merged, elsewhere)
-        if elsewhere is not None:
-            elsewhere.exchange.finish()
-        return gradients
-
-
-class _Elsewhere:
-    """The keys of other ranks, for the engine."""
-
-    def __init__(self, call: _Call, inputs: Inputs, direction: Pass) -> None:
-        self.call, self.inputs = call, inputs
-        self.exchange = Exchange(call.ring, call.schedule, inputs, direction)
-
-    def pieces(self, panel: Panel) -> Iterator[engine.Piece]:
-        for piece in self.exchange.pieces((panel.kv_first, panel.kv_heads)):
-            yield self._with_tiles(piece)
-
-    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[engine.Piece]:
-        first = panel.kv_first - sums.kv_origin[2]
-        dk, dv = (x[:, :, first : first + panel.kv_heads] for x in (sums.dk, sums.dv))
-        for piece in self.exchange.pieces_with_gradients((panel.kv_first, panel.kv_heads), dk, dv):
-            yield self._with_tiles(piece)
-
-    def _with_tiles(self, piece: Piece) -> _TiledPiece:
-        call, known = self.call, self.call.schedule.tiles
-        tiles = known.get((call.part, piece.number))
-        if tiles is None:
-            tiles = known[call.part, piece.number] = plan_crossing(
-                call.schedule.spec,
-                shape_of(self.inputs),
-                call.part,
-                piece.transfer.keys,
-                piece.lane,
-                itemsize=self.inputs.q.element_size(),
-                docs=call.schedule.docs,
-                workspace_bytes=call.options.workspace_bytes,
-                first_index=(piece.number + 1) * _TILES_A_ROUND,
-            )
-        return _TiledPiece(tiles, piece, call.part.start)
-
-
-@dataclass(frozen=True)
-class _TiledPiece:
-    """A piece, and the tiles in which dilated attention meets it."""
-
-    tiles: tuple[Tile, ...]
-    piece: Piece
-    start: int
-
-    def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        k, v, mask = self.piece.gather(self.piece.index_of(tile, partial(self._index, tile)), inputs)
-        shape = tile.k_shape(k.shape[-1])
-        return k.view(shape), v.view(shape), None if mask is None else mask.view(shape[:3])
-
-    def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
-        self.piece.add(self.piece.index_of(tile, partial(self._index, tile)), dk, dv)
-
-    def _index(self, tile: Tile) -> Tensor:
-        """The numbers of a tile's keys among the rows of the piece, in the order of its packed keys."""
-        device = self.piece.keys.device
-        rows = torch.arange(tile.k_first, tile.k_first + tile.k_count, device=device) * tile.rate
-        first = self.start + tile.start
-        heads = list(tile.heads)[:: tile.heads.group]
-        numbers = [self.piece.numbers(tile.batch, head.kv, rows + (first + head.row)) for head in heads]
-        batches = torch.arange(tile.num_batch, device=device)
-        return (batches[:, None] * self.piece.batch_step + torch.cat(numbers)).flatten()
-
-
-def _as_it_is(schedule: RingSchedule) -> RingSchedule:
-    return schedule
-
-
-def _cheaper(schedule: RingSchedule) -> RingSchedule:
-    """Of the two strategies."""
-    other = replace(schedule, strategy="ulysses")
-    return other if other.cost < schedule.cost else schedule
-
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: _Call, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: DilatedCall, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     ring, schedule = call.ring, call.schedule
     seed = rank_seed(ring) if call.options.dropout_p else None
@@ -297,68 +179,66 @@ def ring_dilated_attention(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
-        lengths = agreement.on_call(
-            q,
-            k,
-            v,
-            key_mask,
-            shard_lengths,
-            is_causal=int(is_causal),
-            strategy=STRATEGIES.index(strategy),
-            workspace_bytes=workspace_bytes,
-            steps=steps,
-            return_lse=int(return_lse),
-            segment_lengths=digest(spec.segment_lengths),
-            dilation_rates=digest(spec.dilation_rates),
-            scale=digest(spec.scale),
-            dropout_p=digest(spec.dropout_p),
-            head_mixing=digest(spec.head_mixing),
-            head_offsets=digest(spec.head_offsets),
-            tail=digest(spec.tail),
-            detach_mixing=int(spec.detach_mixing),
-            cu_seqlens=0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
-        )
+        facts = {
+            "strategy": STRATEGIES.index(strategy),
+            "workspace_bytes": workspace_bytes,
+            "steps": steps,
+            "return_lse": int(return_lse),
+            "cu_seqlens": 0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
+        }
+        lengths = agreement.on_call(q, k, v, key_mask, shard_lengths, facts | _facts(spec))
     b, _, h, d = q.shape
-    n = sum(lengths)
     schedule = RingSchedule(
-        Shape(b, n, h, k.shape[2], d),
+        Shape(b, sum(lengths), h, k.shape[2], d),
         lengths,
         q.element_size(),
         key_mask is not None,
         workspace_bytes,
         steps,
         spec=spec,
-        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
+        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, sum(lengths)),
         strategy="ulysses" if strategy == "ulysses" or detach_mixing else "ring",
         return_lse=return_lse,
     )
-    is_open = strategy == "auto" and not detach_mixing
-    choose = partial(_cheaper if is_open else _as_it_is, schedule)
-    if use_pattern_cache:  # an earlier one knows its rounds
-        schedule = get_global_pattern_cache().get_or_build(("ring", schedule, is_open), choose)
-    else:
-        schedule = choose()
-    start = schedule.shard(ring.rank)[0]
-    part = Part(n, start, h, 0)
-    if schedule.strategy == "ulysses":
-        part = Part(n, 0, h, sum(schedule.head_shares[: ring.rank]) * (h // k.shape[2]))
-    call = _Call(
+    schedule = _settle(schedule, strategy == "auto" and not detach_mixing, use_pattern_cache)
+    call = DilatedCall(
         ring,
         schedule,
-        Options(
-            spec.segment_lengths,
-            spec.dilation_rates,
-            spec.is_causal,
-            1.0 / math.sqrt(d) if spec.scale is None else spec.scale,
-            spec.dropout_p,
-            spec.head_mixing,
-            spec.head_offsets,
-            spec.tail,
-            spec.detach_mixing,
-            **execution,  # type: ignore[arg-type]
-            steps=1,
-        ),
-        part,
+        _op_options(spec, d, **execution),
+        _part(schedule, ring.rank),
         travels=schedule.strategy == "ring" and bool(schedule.rounds(ring.rank)),
     )
     return _attend(q, k, v, key_mask, call, return_lse)
+
+
+def _facts(spec: DilatedSpec) -> dict[str, int]:
+    """What ranks must agree on: flags as numbers, the rest as digests."""
+    facts = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return {name: int(x) if isinstance(x, bool) else digest(x) for name, x in facts.items()}
+
+
+def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> RingSchedule:
+    """The schedule to follow: an equal one of before, which knows its rounds; the cheaper if it is open."""
+
+    def choose() -> RingSchedule:
+        other = replace(schedule, strategy="ulysses")
+        return other if is_open and other.cost < schedule.cost else schedule
+
+    if not use_pattern_cache:
+        return choose()
+    settled: RingSchedule = get_global_pattern_cache().get_or_build(("ring", schedule, is_open), choose)
+    return settled
+
+
+def _part(schedule: RingSchedule, rank: int) -> Part:
+    """What of the whole call a rank attends."""
+    _, n, h, h_kv, _ = schedule.shape
+    if schedule.strategy == "ring":
+        return Part(n, schedule.shard(rank)[0], h, 0)
+    return Part(n, 0, h, sum(schedule.head_shares[:rank]) * (h // h_kv))
+
+
+def _op_options(spec: DilatedSpec, d: int, **execution: Any) -> Options:
+    scale = 1.0 / math.sqrt(d) if spec.scale is None else spec.scale
+    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)} | {"scale": scale}
+    return Options(**of_spec, **execution, steps=1)

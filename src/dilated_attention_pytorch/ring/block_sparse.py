@@ -281,20 +281,16 @@ def ring_block_sparse_attention(
         spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds share
         if isinstance(pattern, BlockPattern):
             check_fit(pattern, q, is_causal, n=pattern.n)
-        lengths = agreement.on_call(
-            q,
-            k,
-            v,
-            key_mask,
-            shard_lengths,
-            is_causal=int(is_causal),
-            workspace_bytes=workspace_bytes or BY_THREADS,
-            steps=steps,
-            pattern=digest(pattern.key) if isinstance(pattern, BlockPattern) else 0,
-            scale=digest(spec.scale),
-            dropout_p=digest(spec.dropout_p),
-            return_lse=int(return_lse),
-        )
+        facts = {
+            "is_causal": int(is_causal),
+            "workspace_bytes": workspace_bytes or BY_THREADS,
+            "steps": steps,
+            "pattern": digest(pattern.key) if isinstance(pattern, BlockPattern) else 0,
+            "scale": digest(spec.scale),
+            "dropout_p": digest(spec.dropout_p),
+            "return_lse": int(return_lse),
+        }
+        lengths = agreement.on_call(q, k, v, key_mask, shard_lengths, facts)
     if not isinstance(pattern, BlockPattern):
         with agree(ring, "the pattern", q, timeout) as agreement:
             pattern = pattern(sum(lengths))
