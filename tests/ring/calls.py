@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch import block_sparse_attention, dilated_attention
-from dilated_attention_pytorch.ring import ring_block_sparse_attention, ring_dilated_attention
+from dilated_attention_pytorch.ring import (
+    RingSchedule,
+    plan_ring,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+)
 
 from .configurations import Blocks, Dilated, Inputs
 
+PLANNED = ("is_causal", "head_mixing", "head_offsets")  # options that decide what travels
 NAMES = ("out", "lse", "dq", "dk", "dv")
 TIMEOUT = 30.0  # of a transfer, where nothing is meant to fail
 
@@ -36,6 +42,25 @@ def attend_shard(
     assert isinstance(config, Dilated)
     options |= {"strategy": config.strategy, "cu_seqlens": config.cu_seqlens(), **changes}
     return ring_dilated_attention(*tensors, config.segment_lengths, config.dilation_rates, **options)
+
+
+def plan_of(config: Dilated, strategy: str = "ring") -> RingSchedule:
+    """The schedule of `attend_shard`."""
+    return plan_ring(
+        config.segment_lengths,
+        config.dilation_rates,
+        shard_lengths=config.shards,
+        num_heads=config.h,
+        num_kv_heads=config.h_kv,
+        head_dim=config.d,
+        batch_size=config.b,
+        dtype=config.dtype,
+        cu_seqlens=config.docs,
+        strategy=strategy,
+        masked=bool(config.hidden),
+        return_lse=True,
+        **{name: config.options[name] for name in PLANNED if name in config.options},
+    )
 
 
 def attend_whole(config: Inputs, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

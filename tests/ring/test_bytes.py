@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch.ring import plan_ring, ring_traffic
-from ring.calls import attend_shard
+from dilated_attention_pytorch.ring import ring_traffic
+from ring.calls import attend_shard, plan_of
 from ring.configurations import CAUSAL, CONFIGURATIONS, WORLDS, Blocks, Dilated, Inputs, dilated, of_world
 from ring.counting import backward_bytes, forward_bytes, needed_rows
 from support.ranks import run_ranks
 
-PLANNED = ("is_causal", "head_mixing", "head_offsets")
 Received = dict[str, tuple[int, int, int, int]]  # forward received and sent, backward received and sent
 
 
@@ -68,22 +67,7 @@ def predict(config: Dilated, strategy: str) -> list[tuple[int, int, int, int]]:
     """What the schedule says of each rank."""
     if not config.b:
         return [(0, 0, 0, 0)] * len(config.shards)
-    options = {name: config.options[name] for name in PLANNED if name in config.options}
-    schedule = plan_ring(
-        config.segment_lengths,
-        config.dilation_rates,
-        shard_lengths=config.shards,
-        num_heads=config.h,
-        num_kv_heads=config.h_kv,
-        head_dim=config.d,
-        batch_size=config.b,
-        dtype=config.dtype,
-        cu_seqlens=config.docs,
-        strategy=strategy,
-        masked=bool(config.hidden),
-        return_lse=True,
-        **options,
-    )
+    schedule = plan_of(config, strategy)
     return [
         tuple(
             count(rank, direction)

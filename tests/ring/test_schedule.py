@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.reference import multiplicity
-from dilated_attention_pytorch.ring import RingSchedule, even_shards, plan_ring
+from dilated_attention_pytorch.ring import even_shards, plan_ring
+from ring.calls import plan_of
 from ring.configurations import Dilated, dilated
 from ring.counting import backward_bytes, forward_bytes, needed_rows
 
@@ -46,26 +47,10 @@ def specs(draw: st.DrawFn) -> Dilated:
     )
 
 
-def plan(config: Dilated, strategy: str = "ring") -> RingSchedule:
-    return plan_ring(
-        config.segment_lengths,
-        config.dilation_rates,
-        shard_lengths=config.shards,
-        num_heads=config.h,
-        num_kv_heads=config.h_kv,
-        head_dim=config.d,
-        batch_size=config.b,
-        dtype=config.dtype,
-        cu_seqlens=config.docs,
-        strategy=strategy,
-        **config.options,
-    )
-
-
 @settings(max_examples=150)
 @given(specs())
 def test_bytes_are_those_of_the_dense_mask(config: Dilated) -> None:
-    schedule = plan(config)
+    schedule = plan_of(config)
     rows = needed_rows(config)
     row_bytes = 2 * config.d * config.dtype.itemsize
     for rank in range(len(config.shards)):
@@ -77,7 +62,7 @@ def test_bytes_are_those_of_the_dense_mask(config: Dilated) -> None:
 @settings(max_examples=100)
 @given(specs())
 def test_flops_are_those_of_the_pairs(config: Dilated) -> None:
-    schedule = plan(config)
+    schedule = plan_of(config)
     counts = multiplicity(
         config.n,
         config.h,
@@ -98,7 +83,7 @@ def test_flops_are_those_of_the_pairs(config: Dilated) -> None:
 @settings(max_examples=60)
 @given(specs(), st.sampled_from(["ring", "ulysses"]))
 def test_what_is_sent_is_received(config: Dilated, strategy: str) -> None:
-    schedule = plan(config, strategy)
+    schedule = plan_of(config, strategy)
     ranks = range(len(config.shards))
     assert schedule.num_ranks == len(ranks)
     assert tuple(schedule.shard_lengths) == config.shards
@@ -110,7 +95,7 @@ def test_what_is_sent_is_received(config: Dilated, strategy: str) -> None:
 
 
 def test_one_rank_moves_nothing() -> None:
-    schedule = plan(dilated("alone", (100,), ((8, 1), (100, 2))))
+    schedule = plan_of(dilated("alone", (100,), ((8, 1), (100, 2))))
     assert schedule.received_bytes(0) == schedule.sent_bytes(0) == 0
     assert schedule.received_bytes(0, "backward") == schedule.sent_bytes(0, "backward") == 0
     assert schedule.imbalance == 1.0
@@ -159,7 +144,7 @@ def test_a_billion_tokens_receive_a_rate_th_of_them() -> None:
 
 
 def test_it_can_be_read() -> None:
-    schedule = plan(dilated("printed", (40, 40, 0, 33), ((16, 1), (96, 2), (200, 3)), h=4, h_kv=2))
+    schedule = plan_of(dilated("printed", (40, 40, 0, 33), ((16, 1), (96, 2), (200, 3)), h=4, h_kv=2))
     text = str(schedule)
     assert len(text.splitlines()) >= 5  # a head and a line for each rank
     assert all(len(line) <= 120 for line in text.splitlines())
