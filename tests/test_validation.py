@@ -143,6 +143,6 @@ def test_the_spec_normalises_and_is_hashable() -> None:
 
 
 def test_calling_the_op_directly_is_validated_too() -> None:
-    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True)
+    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True, 1)
     with pytest.raises(ValueError, match="segment_lengths must be positive"):
         dilated_attention_op(X, X, X, None, None, None, [0], [1], *options)

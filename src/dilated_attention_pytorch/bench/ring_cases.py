@@ -99,8 +99,8 @@ RING_SUITE: tuple[RingCase, ...] = (
         "ranks, memory of forward + backward in bfloat16", _LONG_LOW, 262144, backward=True, target=1.15
     ),
     RingStepsCase("steps, forward", _STEPS, 131072, target=1.05),
-    RingStepsCase("steps, forward in bfloat16", _STEPS_LOW, 131072, target=1.05),
-    RingStepsCase("steps, forward + backward", _STEPS, 131072, backward=True, target=1.05, repeats=2),
+    RingStepsCase("steps, forward in bfloat16", _STEPS_LOW, 65536, target=1.05),
+    RingStepsCase("steps, forward + backward", _STEPS, 65536, backward=True, target=1.05, repeats=2),
 )
 RING_QUICK: tuple[RingCase, ...] = (RingTimeCase("quick two ranks", _QUICK, 1024, backward=True, repeats=2),)
 
