@@ -57,7 +57,7 @@ def attention_rows(
     query = q[:, index].to(dtype).unflatten(2, (k.shape[2], -1))  # type: ignore[no-untyped-call]
     with without_autocast(q.device):
         scores = torch.einsum("bikgd,bjkd->bkgij", query, k.to(dtype)).flatten(1, 2)
-    scores = scores * (1.0 / math.sqrt(d) if spec.scale is None else spec.scale)
+    scores = scores * spec.scale_for(d)
     visible = counts > 0
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :]

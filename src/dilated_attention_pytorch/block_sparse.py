@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -11,8 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
-from .checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
-from .core.blocks import check_flags
+from .checks import (
+    autocast_inputs,
+    check_execution,
+    check_inputs,
+    refuse_forward_mode,
+)
+from .core.blocks import check_flags, check_positive_int
 from .flex import flex_block_sparse, why_not_flex
 from .plan import BlockPattern, build_pattern, score_pattern
 from .sparse_spec import SparsePatternConfig
@@ -45,9 +49,8 @@ def build_block_pattern(
     """
     config = SparsePatternConfig.of(config)
     check_flags(is_causal=is_causal)
-    for name, value in (("n", n), ("num_heads", num_heads)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    check_positive_int("n", n)
+    check_positive_int("num_heads", num_heads)
     if config.pattern_type == "adaptive":
         if query is None or key is None:
             raise ValueError('an "adaptive" pattern depends on query and key, and they are not given')
@@ -282,11 +285,15 @@ def attend_blocks(
     spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
     if not isinstance(pattern, str):
         check_fit(pattern, q, is_causal)
+        if pattern.n != q.shape[1]:
+            raise ValueError(
+                f"the pattern is for a length of {pattern.n}, got tensors of length {q.shape[1]}"
+            )
     options = BlockOptions(
         recipe=pattern if isinstance(pattern, str) else pattern.key if use_pattern_cache else "",
         block_size=0 if isinstance(pattern, str) else pattern.block_size,
         is_causal=is_causal,
-        scale=1.0 / math.sqrt(q.shape[-1]) if spec.scale is None else spec.scale,
+        scale=spec.scale_for(q.shape[-1]),
         dropout_p=spec.dropout_p,
         kernel=kernel,
         workspace_bytes=workspace_bytes or BY_THREADS,
@@ -319,13 +326,11 @@ def _run(
     return result
 
 
-def check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool, n: int | None = None) -> None:
-    """Whether a pattern serves a call; of a part of a sequence of n tokens if that is given."""
+def check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
+    """Whether a pattern serves the batches and heads of a call; its length is for the caller to compare."""
     if not torch.compiler.is_compiling() and pattern.is_changed:
         raise ValueError("the tensors of a pattern must stay as they are, and were written to: make another")
-    b, length, h, _ = q.shape
-    if pattern.n != (length if n is None else n):
-        raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {length}")
+    b, _, h, _ = q.shape
     if len(pattern) not in (1, h, b * h):
         raise ValueError(
             f"a pattern has 1 layout, one for each of the {h} heads or one for each of {b} x {h} batches and "

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .attention_op import autocasts
+from .core.blocks import check_positive_int
 from .core.sources import check_memory
 from .kernels import check_kernel_name
 
@@ -31,11 +32,6 @@ def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise TypeError(f"{name} has no forward-mode derivative, got a tensor with a tangent")
-
-
-def check_positive_int(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_cache: bool) -> None:

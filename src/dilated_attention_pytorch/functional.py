@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -13,10 +12,9 @@ from .checks import (
     autocast_inputs,
     check_execution,
     check_inputs,
-    check_positive_int,
     refuse_forward_mode,
 )
-from .core.blocks import check_flags
+from .core.blocks import check_flags, check_positive_int
 from .ops import dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
@@ -162,7 +160,7 @@ def dilated_attention(
         spec.segment_lengths,
         spec.dilation_rates,
         spec.is_causal,
-        1.0 / math.sqrt(q.shape[-1]) if spec.scale is None else spec.scale,
+        spec.scale_for(q.shape[-1]),
         spec.dropout_p,
         spec.head_mixing,
         spec.head_offsets,

@@ -56,6 +56,10 @@ class DilatedSpec:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
+    def scale_for(self, d: int) -> float:
+        """The factor of the scores of heads with d features."""
+        return 1.0 / math.sqrt(d) if self.scale is None else self.scale
+
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
         """`((segment length, dilation rate), ...)` in the caller's order."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .blocks import check_flags, check_shape
+from .blocks import check_flags, check_positive_int, check_shape
 from .buffer_config import (
     CAPACITY,
     DEFAULT_CONFIGS,
@@ -193,10 +193,9 @@ class AttentionBufferManager:
                 f"batch_size, seq_len, num_heads and head_dim are given all or none, got {sizes}"
             )
         else:
-            for name, size in zip(("batch_size", "seq_len", "num_heads", "head_dim"), sizes, strict=True):
-                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                    raise ValueError(f"{name} must be a positive integer, got {size!r}")
             shape = tuple(size for size in sizes if size is not None)
+            for name, size in zip(("batch_size", "seq_len", "num_heads", "head_dim"), shape, strict=True):
+                check_positive_int(name, size)
             place = normal_device(device)
             requests = [(buffer_type, shape, dtype, place) for buffer_type in types]
         buffers: list[Tensor] = []

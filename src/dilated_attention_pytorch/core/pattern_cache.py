@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .blocks import check_flags
+from .blocks import check_flags, check_positive_int
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("dilated_attention_pytorch")
@@ -56,9 +56,10 @@ class PatternCache:
         cache_on_gpu: bool = False,
         enable_profiling: bool = False,
     ) -> None:
-        self.max_size = _positive_int("max_size", max_size)
-        self.max_bytes = _positive_int("max_bytes", max_bytes)
-        self.keep_after = _positive_int("keep_after", keep_after)
+        check_positive_int("max_size", max_size)
+        check_positive_int("max_bytes", max_bytes)
+        check_positive_int("keep_after", keep_after)
+        self.max_size, self.max_bytes, self.keep_after = max_size, max_bytes, keep_after
         check_flags(auto_tune=auto_tune, cache_on_gpu=cache_on_gpu, enable_profiling=enable_profiling)
         self.auto_tune, self.cache_on_gpu, self.enable_profiling = auto_tune, cache_on_gpu, enable_profiling
         self._lock = threading.RLock()  # reentrant, because keys and values may run code of theirs under it
@@ -118,7 +119,8 @@ class PatternCache:
     def resize(self, max_size: int) -> None:
         """Sets `max_size`, and evicts what no longer fits."""
         with self._lock:
-            self.max_size = _positive_int("max_size", max_size)
+            check_positive_int("max_size", max_size)
+            self.max_size = max_size
             self._evict()
 
     def release_device_copies(self) -> None:
@@ -361,9 +363,3 @@ def _nbytes(value: Any) -> int:
         elif not isinstance(part, type):
             parts += [getattr(part, name, None) for name in getattr(part, "__dataclass_fields__", ())]
     return total
-
-
-def _positive_int(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
 from ..checks import autocast_inputs, check_inputs
+from ..core.blocks import check_positive_int
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, finite_float
@@ -74,8 +75,8 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         super().__init__(segment_lengths, dilation_rates, config, **options)
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         for name, size in {**sizes, "scorer_dim": scorer_dim}.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+            if size is not None:
+                check_positive_int(name, size)
         if (num_heads is None) != (head_dim is None) or (num_heads is None and num_kv_heads is not None):
             raise ValueError("num_heads and head_dim are given together, num_kv_heads only with them")
         if num_heads is not None and num_heads % (num_kv_heads or num_heads):
@@ -176,7 +177,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         query, key, _ = autocast_inputs(query, key, key)
         row, keys = self.features(query, key, is_causal, mask)
         pattern = self.choose(row, keys, is_causal, mask)
-        scale = 1.0 / math.sqrt(query.shape[-1]) if self.spec.scale is None else self.spec.scale
+        scale = self.spec.scale_for(query.shape[-1])
         rows = row.repeat_interleave(self._config.block_size, 2)[:, :, : query.shape[1]].transpose(1, 2)
         if abs(scale) < LEAST_SCALE:
             query, scale = query * scale, 1.0

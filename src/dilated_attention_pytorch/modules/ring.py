@@ -14,7 +14,7 @@ from torch import Tensor
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
-from ..ring.comm import Group, find_ring
+from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
 from .attention import DilatedAttention
@@ -42,7 +42,8 @@ class RingOptions:
         size = self.asked_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"ring_size must be a positive integer or None, got {size!r}")
-        find_ring(self.group, self.timeout)  # which checks them
+        find_ring(self.group)  # which checks it
+        check_timeout(self.timeout)
 
     @property
     def num_processes(self) -> int:
@@ -116,12 +117,14 @@ class RingSkin(AttentionSkin):
         self.ring.check()
 
     def _check_declared(self, query: Tensor) -> None:
-        if not self.is_sharded:
-            self._check_ring()
-            super()._check_declared(query)
-            return
-        check_together(self.ring, self._check_ring)
-        check_together(self.ring, partial(super()._check_declared, query))
+        if self.is_sharded:
+            check_together(self.ring, partial(self._check_own, query))
+        else:
+            self._check_own(query)
+
+    def _check_own(self, query: Tensor) -> None:
+        self._check_ring()
+        super()._check_declared(query)
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         return {**super()._changed(), **self.ring.changed()}

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.blocks import check_positive_int
+
 if TYPE_CHECKING:
     from .block_pattern import BlockPattern
 
@@ -106,8 +108,7 @@ def as_text(pattern: BlockPattern, cells: int = 32) -> str:
 
 
 def draw(pattern: BlockPattern, path: str | Path, layout: int, pixels: int) -> None:
-    if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1:
-        raise ValueError(f"pixels must be a positive integer, got {pixels!r}")
+    check_positive_int("pixels", pixels)
     share = coverage(pattern, layout, pixels)
     zoom = max(1, pixels // share.shape[0])
     # From white to a dark blue; a square root keeps thin patterns visible.

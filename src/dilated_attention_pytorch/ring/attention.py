@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -11,12 +10,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..checks import autocast_inputs, check_execution, check_inputs, check_positive_int, refuse_forward_mode
-from ..core.blocks import check_flags
+from ..checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
+from ..core.blocks import check_flags, check_positive_int
 from ..core.pattern_cache import get_global_pattern_cache
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
-from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape
+from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
 from .agreement import agree, check_alone, nothing, rank_seed
 from .autograd import CallTensors, attend
@@ -201,13 +200,7 @@ def ring_dilated_attention(
         return_lse=return_lse,
     )
     schedule = _settle(schedule, strategy == "auto" and not detach_mixing, use_pattern_cache)
-    call = DilatedCall(
-        ring,
-        schedule,
-        _op_options(spec, d, **execution),
-        _part(schedule, ring.rank),
-        travels=schedule.strategy == "ring" and bool(schedule.rounds(ring.rank)),
-    )
+    call = DilatedCall(ring, schedule, _op_options(spec, d, **execution))
     return _attend(q, k, v, key_mask, call, return_lse)
 
 
@@ -230,15 +223,6 @@ def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> R
     return settled
 
 
-def _part(schedule: RingSchedule, rank: int) -> Part:
-    """What of the whole call a rank attends."""
-    _, n, h, h_kv, _ = schedule.shape
-    if schedule.strategy == "ring":
-        return Part(n, schedule.shard(rank)[0], h, 0)
-    return Part(n, 0, h, sum(schedule.head_shares[:rank]) * (h // h_kv))
-
-
 def _op_options(spec: DilatedSpec, d: int, **execution: Any) -> Options:
-    scale = 1.0 / math.sqrt(d) if spec.scale is None else spec.scale
-    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)} | {"scale": scale}
-    return Options(**of_spec, **execution, steps=1)
+    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return Options(**of_spec | {"scale": spec.scale_for(d)}, **execution, steps=1)

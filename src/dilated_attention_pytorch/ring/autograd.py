@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,15 +40,20 @@ def attend(tensors: CallTensors, call: RankCall) -> tuple[Tensor, Tensor]:
     return result
 
 
+@contextmanager
+def _inputs(tensors: CallTensors, options: RunOptions) -> Iterator[Inputs]:
+    device = tensors.q.device
+    with without_autocast(device), lend_workspace(options.memory, device) as workspace:
+        yield attention_inputs(options, *tensors, workspace)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, call = args
-        heads = CallTensors(*tensors)
-        options, device = call.options, heads.q.device
-        with without_autocast(device), lend_workspace(options.memory, device) as workspace:
-            out, lse = call.forward(attention_inputs(options, *heads, workspace))
-        ctx.save_for_backward(*heads, out, lse)
+        with _inputs(CallTensors(*tensors), call.options) as inputs:
+            out, lse = call.forward(inputs)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
@@ -55,10 +62,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        heads, call = CallTensors(*tensors), ctx.call
         # Also without a gradient of its own: the others wait for this rank.
         merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-        options, device = call.options, heads.q.device
-        with without_autocast(device), lend_workspace(options.memory, device) as workspace:
-            gradients = call.backward(attention_inputs(options, *heads, workspace), merged)
+        with _inputs(CallTensors(*tensors), ctx.call.options) as inputs:
+            gradients = ctx.call.backward(inputs, merged)
         return *gradients, None, None, None

@@ -64,8 +64,9 @@ class Pending(NamedTuple):
 class Ring:
     """This process as a member of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.timeout: timedelta | None = None  # of a transfer; None is the group's own
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = _TRAFFIC.setdefault(str(group.group_name), Traffic())
 
@@ -92,6 +93,13 @@ class Ring:
             return Pending(self, what, [(", ".join(names), work) for work in works], [])
         named = list(zip(names, works, strict=True))
         return Pending(self, what, named[: len(receives)], named[len(receives) :])
+
+    def exchange(self, what: str, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Transfers from begin to end; empty tensors do not travel."""
+        some = ([message for message in x if message[1].numel()] for x in (receives, sends))
+        pending = self.start(what, *some)
+        pending.wait_arrived()
+        pending.wait_left()
 
     def wait(self, works: Iterable[tuple[str, dist.Work]], what: str) -> None:
         for name, work in works:
@@ -126,9 +134,8 @@ class Ring:
         return RingError(f"{self}, {what}: the transfer {name} failed{within}: {error}")
 
 
-def find_ring(group: Group = None, timeout: float | timedelta | None = None) -> Ring | None:
+def find_ring(group: Group = None) -> Ring | None:
     """This process as a member of the group; None if it stands alone (torch.distributed is not in use)."""
-    limit = check_timeout(timeout)
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ValueError("a group needs torch.distributed to be initialised, and it is not")
@@ -144,7 +151,7 @@ def find_ring(group: Group = None, timeout: float | timedelta | None = None) -> 
         raise ValueError(f"this process, rank {dist.get_rank()}, is not a member of the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
-    return Ring(group, limit)
+    return Ring(group)
 
 
 def group_size(group: Group = None) -> int:

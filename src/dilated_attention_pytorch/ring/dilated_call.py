@@ -29,8 +29,10 @@ class DilatedCall:
     ring: Ring
     schedule: RingSchedule
     options: Options
-    part: Part
-    travels: bool  # whether keys do
+
+    @property
+    def part(self) -> Part:
+        return self.schedule.part(self.ring.rank)
 
     def plan(self, inputs: Inputs, direction: Pass) -> Plan:
         return plan_dilated(
@@ -48,18 +50,22 @@ class DilatedCall:
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         # With dropout both passes must cut the same tiles.
         plan = self.plan(inputs, "backward" if self.options.dropout_p else "forward")
-        elsewhere = _Elsewhere(self, inputs, "forward") if self.travels else None
+        elsewhere = self._elsewhere(inputs, "forward")
         results = engine.forward(plan, inputs, elsewhere)
         if elsewhere is not None:
             elsewhere.exchange.finish()
         return results
 
     def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
-        elsewhere = _Elsewhere(self, inputs, "backward") if self.travels else None
+        elsewhere = self._elsewhere(inputs, "backward")
         gradients = engine.backward(self.plan(inputs, "backward"), inputs, merged, elsewhere)
         if elsewhere is not None:
             elsewhere.exchange.finish()
         return gradients
+
+    def _elsewhere(self, inputs: Inputs, direction: Pass) -> _Elsewhere | None:
+        travels = self.schedule.steps(self.ring.rank)
+        return _Elsewhere(self, inputs, direction) if travels else None
 
 
 class _Elsewhere:

@@ -28,7 +28,7 @@ class Piece:
         self.positions = [list_positions(each).to(keys.device) for each in transfer.needs]
         self.first = list(accumulate((x.numel() for x in self.positions), initial=0))
         # From one batch to the next in rows, or in the list of heads if batches differ.
-        per_batch = transfer.times == 1 and batch > 1
+        per_batch = transfer.differs_by_batch(batch)
         self.batch_step = 0 if per_batch else keys.shape[1] // max(1, batch)
         self.heads_a_batch = step.lane[1] if per_batch else 0
         self.keys, self.mask = keys, mask
@@ -101,8 +101,8 @@ class Exchange:
         previous = None
         for number in self._rounds_of(lane):
             piece = self._arrived(number)
+            self._free(self._returning, number)
             if piece is not None:
-                self._free(self._returning, number)
                 slot = f"comm_grad_out_{number % 2}"
                 dtype, device = self.inputs.accumulate_dtype, piece.keys.device
                 shape = tuple(piece.keys.shape)
@@ -174,7 +174,6 @@ class Exchange:
         step = self.rounds.get(number)
         if step is None:
             return
-        self._free(self._returning, number)
         sends = [] if piece is None or piece.gradients is None else [(piece.transfer.peer, piece.gradients)]
         receives, sums = [], None
         if step.send is not None:
@@ -214,7 +213,7 @@ class _OwnRows:
 
     def index(self, transfer: Transfer, rows: FlatRows, first_head: int) -> Tensor:
         """The numbers, in `rows`, of a transfer's keys; its first head is number `first_head` there."""
-        per_batch = transfer.times == 1 and self.batch > 1
+        per_batch = transfer.differs_by_batch(self.batch)
         num_heads = len(transfer.needs) // (self.batch if per_batch else 1)
         lists = []
         for i, needed in enumerate(transfer.needs):

@@ -24,6 +24,10 @@ class Transfer(NamedTuple):
     needs: tuple[Positions, ...]  # for all batches, or batch after batch if `times` is 1
     times: int
 
+    def differs_by_batch(self, batch: int) -> bool:
+        """Whether `needs` has entries of its own for each of so many batches."""
+        return self.times == 1 and batch > 1
+
     @property
     def rows(self) -> int:
         """Keys, over all batches and heads of the lane."""
@@ -103,11 +107,16 @@ class Schedule:
     def lanes(self) -> tuple[Range, ...]:
         """(first, number) of the key heads that travel together."""
         fit = self._piece_limit // max(1, self._piece_bytes)
-        if self.itemsize < 4:  # the sums of a lane are in float32
-            group, longest = self.shape.h // self.shape.h_kv, max(self.shard_lengths)
-            sums = (group + 2) * self.shape.b * longest * self.shape.d * 4
-            fit = min(fit, self.workspace_bytes // 2 // max(1, sums))
+        if sums := self._sum_bytes(max(self.shard_lengths), "backward"):
+            fit = min(fit, self.workspace_bytes // 2 // sums)
         return tuple(even_parts(self.shape.h_kv, max(1, min(self.shape.h_kv, fit))))
+
+    def _sum_bytes(self, tokens: int, direction: Pass) -> int:
+        """Of one key head and its query heads: the float32 sums that half precision needs."""
+        if self.itemsize >= 4:
+            return 0
+        rows = self.shape.h // self.shape.h_kv + (0 if direction == "forward" else 2)
+        return rows * self.shape.b * tokens * self.shape.d * 4
 
     @cached_property
     def num_chunks(self) -> int:
@@ -205,9 +214,8 @@ class Schedule:
         tokens, wide = b * self.shard_lengths[rank], max(4, self.itemsize)
         inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
         sums = 0
-        if self.itemsize < 4 and self.num_ranks > 1:  # one process cuts them to its workspace
-            rows = h // h_kv + (0 if direction == "forward" else 2)
-            sums = self.lanes[0][1] * rows * tokens * d * wide
+        if self.num_ranks > 1:  # one process cuts them to its workspace
+            sums = self.lanes[0][1] * self._sum_bytes(self.shard_lengths[rank], direction)
         results = out + tokens * h * wide
         if direction == "backward":
             inputs, results = inputs + results + out, inputs

@@ -11,8 +11,7 @@ from typing import Literal
 
 import torch
 
-from ..checks import check_positive_int
-from ..core.blocks import check_flags
+from ..core.blocks import check_flags, check_positive_int
 from ..core.host_memory import describe_bytes
 from ..ops import check_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
@@ -62,6 +61,13 @@ class RingSchedule(Schedule):
             return True
         return any(bound % min(window, self.shape.n) for bound in self.bounds[1:-1])
 
+    def part(self, rank: int) -> Part:
+        """What of the whole call a rank attends."""
+        _, n, h, h_kv, _ = self.shape
+        if self.strategy == "ring":
+            return Part(n, self.shard(rank)[0], h, 0)
+        return Part(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
+
     @cached_property
     def tiles(self) -> dict[tuple[Part, int], tuple[Tile, ...]]:
         """The tiles of pieces, by part and round, once they were planned."""
@@ -99,8 +105,7 @@ class RingSchedule(Schedule):
             rows = to_heads * group + to_tokens * (group + 2)
         masks = 0
         if self.masked and direction == "forward":
-            others = [r for r in range(self.num_ranks) if r != rank]
-            masks = shape.n - tokens if arrives else len(others) * tokens
+            masks = shape.n - tokens if arrives else (self.num_ranks - 1) * tokens
         lse = to_tokens if direction == "forward" else to_heads
         lse_bytes = lse * group * max(4, self.itemsize) if self.return_lse else 0
         return shape.b * (rows * shape.d * self.itemsize + lse_bytes + masks)

@@ -18,8 +18,7 @@ from .rounds import check_lengths, even_shards
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | None = None) -> tuple[int, int]:
     """The positions [start, stop) of this rank in a sequence of n tokens; by default as even as possible."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise ValueError(f"n must be an integer of 0 or more, got {n!r}")
+    _check_count("n", n)
     ring = find_ring(group)
     rank, size = (0, 1) if ring is None else (ring.rank, ring.size)
     lengths = even_shards(n, size) if shard_lengths is None else check_lengths(shard_lengths, size)
@@ -72,8 +71,7 @@ def shard_lengths_of(
         check_timeout(timeout)
         return (n_local,)
     with agree(ring, "shard_lengths_of", None, timeout) as agreement:
-        if isinstance(n_local, bool) or not isinstance(n_local, int) or n_local < 0:
-            raise ValueError(f"n_local must be an integer of 0 or more, got {n_local!r}")
+        _check_count("n_local", n_local)
         table = agreement.on({}, [n_local])
     return tuple(row[0] for row in table)
 
@@ -91,6 +89,11 @@ def shard_positions(
     return torch.arange(start, start + n_local, device=device)
 
 
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, ring: Ring, lengths: list[int]) -> Tensor:
@@ -100,10 +103,8 @@ class _Join(torch.autograd.Function):
         parts = [joined[a:b] for a, b in pairwise(bounds)]
         parts[ring.rank].copy_(own)
         others = [peer for peer in range(ring.size) if peer != ring.rank]
-        receives = [(peer, parts[peer]) for peer in others if parts[peer].numel()]
-        pending = ring.start("joining a sequence", receives, [(peer, own) for peer in others if own.numel()])
-        pending.wait_arrived()
-        pending.wait_left()
+        arriving = [(peer, parts[peer]) for peer in others]
+        ring.exchange("joining a sequence", arriving, [(peer, own) for peer in others])
         ctx.where = dim, bounds[ring.rank], own.shape[0]
         return joined.movedim(0, dim)
 

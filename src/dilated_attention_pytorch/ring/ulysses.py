@@ -44,7 +44,7 @@ class Ulysses:
         own.copy_(mask.transpose(0, 1))
         arriving = [(peer, everyone[self._tokens(peer)]) for peer in self._others]
         leaving = [(peer, own) for peer in self._others]
-        self._exchange("forward pass, masks", arriving, leaving)
+        self.ring.exchange("forward pass, masks", arriving, leaving)
         return everyone.bool().transpose(0, 1)
 
     def move(
@@ -68,7 +68,7 @@ class Ulysses:
         result[self._tokens(self.ring.rank)].copy_(x[:, :, mine].transpose(0, 1))
         arriving = [(peer, result[self._tokens(peer)]) for peer in self._others]
         leaving = [(peer, x[:, :, parts[peer]].transpose(0, 1)) for peer in self._others]
-        self._exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
+        self.ring.exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
         return result
 
     def _heads_to_tokens(self, x: Tensor, parts: list[slice], what: str, workspace: Workspace) -> Tensor:
@@ -79,16 +79,10 @@ class Ulysses:
         places = [(peer, result[:, :, parts[peer]]) for peer in self._others]
         arriving = list(_pack(places, workspace, "comm_in", is_full=False))
         leaving = [(peer, x[:, self._tokens(peer)].transpose(0, 1)) for peer in self._others]
-        self._exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
+        self.ring.exchange(what, arriving, list(_pack(leaving, workspace, "comm_out", is_full=True)))
         for (_, place), (_, arrived) in zip(places, arriving, strict=True):
             place.copy_(arrived)
         return result
-
-    def _exchange(self, what: str, arriving: list[Message], leaving: list[Message]) -> None:
-        some = ([message for message in x if message[1].numel()] for x in (arriving, leaving))
-        pending = self.ring.start(what, *some)
-        pending.wait_arrived()
-        pending.wait_left()
 
     @property
     def _others(self) -> list[int]:
