@@ -325,3 +325,18 @@ def test_inputs_are_left_alone() -> None:
     mask = torch.rand(2, 37) > 0.5
     dilated_attention(*tensors, **BRANCHES, key_mask=mask)
     assert all(torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"head_offsets": "blocked"}, {"head_mixing": "grouped"}])
+@pytest.mark.parametrize("h_kv", [6, 2])
+def test_slices_of_the_heads_join_to_the_whole(h_kv: int, options: dict[str, Any]) -> None:
+    tensors = [x.requires_grad_() for x in qkv(h_kv=h_kv, dtype=torch.float64)]
+    whole = dilated_attention(*tensors, **BRANCHES, **options)
+    parts = []
+    for first in (0, 3):
+        keys = slice(first * h_kv // 6, (first + 3) * h_kv // 6)
+        slices = (slice(first, first + 3), keys, keys)
+        part = [x[:, :, heads] for x, heads in zip(tensors, slices, strict=True)]
+        parts.append(dilated_attention(*part, **BRANCHES, **options, head_slice=(first, 6)))
+    assert_close(torch.cat(parts, 2), whole, torch.float64)
+    assert_same_gradients(torch.cat(parts, 2), whole, tensors, torch.float64)

@@ -20,7 +20,7 @@ from support.tolerances import assert_close, assert_same_gradients
 SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
 DROPOUT = DilatedAttention(SEGMENTS, RATES, attention_dropout=0.2)
 STATIC = (SEGMENTS, RATES, True, 0.3, 0.0, "all", "interleaved", "exact", False)
-OPTIONS = (*STATIC, "auto", 2**20, "pool", True, 1)
+OPTIONS = (*STATIC, "auto", 2**20, "pool", True, 1, ())
 
 
 def qkv(n: int, dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:

@@ -67,6 +67,18 @@ X = torch.randn(1, 16, 4, 8)
         ({"memory": None}, ValueError, "memory must be .* got None"),
         ({"use_pattern_cache": 1}, TypeError, "use_pattern_cache must be a bool, got 1"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be a positive integer, got 0"),
+        (
+            {"head_slice": (0, 4.0)},
+            TypeError,
+            r"head_slice must be two integers \(first, total\), got \(0, 4.0\)",
+        ),
+        ({"head_slice": 3}, TypeError, "head_slice must be two integers"),
+        ({"head_slice": (2, 5)}, ValueError, r"first \+ 4 heads of q within total, got \(2, 5\)"),
+        (
+            {"head_slice": (1, 8), "k": X[:, :, :2], "v": X[:, :, :2]},
+            ValueError,
+            r"must not cut the 2 query heads that share a key head, got \(1, 8\)",
+        ),
         ({"workspace_bytes": 2.5}, ValueError, "workspace_bytes must be a positive integer, got 2.5"),
         ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
         ({"v": None}, TypeError, "v must be a tensor, got NoneType"),
@@ -143,6 +155,6 @@ def test_the_spec_normalises_and_is_hashable() -> None:
 
 
 def test_calling_the_op_directly_is_validated_too() -> None:
-    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True, 1)
+    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True, 1, ())
     with pytest.raises(ValueError, match="segment_lengths must be positive"):
         dilated_attention_op(X, X, X, None, None, None, [0], [1], *options)

@@ -45,6 +45,19 @@ def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_
         raise ValueError(f"workspace_bytes must be below 2**62, got {workspace_bytes}")
 
 
+def check_head_slice(head_slice: tuple[int, int], h: int, h_kv: int) -> None:
+    """Validates (first, total) for h query heads that share h_kv key heads."""
+    if not isinstance(head_slice, (tuple, list)) or [type(x) for x in head_slice] != [int, int]:
+        raise TypeError(f"head_slice must be two integers (first, total), got {head_slice!r}")
+    (first, total), group = head_slice, h // h_kv
+    if not 0 <= first <= total - h:
+        raise ValueError(f"head_slice must hold first + {h} heads of q within total, got {tuple(head_slice)}")
+    if first % group or total % group:
+        raise ValueError(
+            f"head_slice must not cut the {group} query heads that share a key head, got {tuple(head_slice)}"
+        )
+
+
 def check_inputs(
     q: Tensor,
     k: Tensor,
@@ -53,6 +66,7 @@ def check_inputs(
     cu_seqlens: Tensor | None,
     *,
     least_length: int = 1,
+    same_length: bool = True,
 ) -> None:
     """Validates the tensors of a call, all but the values of cu_seqlens."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -73,9 +87,11 @@ def check_inputs(
     b, n, h, d = q.shape
     if n < least_length or h < 1 or d < 1:
         raise ValueError(f"q must have at least one position, head and feature, got shape {tuple(q.shape)}")
-    if k.shape != v.shape or k.shape[0] != b or k.shape[1] != n or k.shape[3] != d:
+    alike = (k.shape[0], k.shape[1] if same_length else n, k.shape[3])
+    if k.shape != v.shape or alike != (b, n, d):
+        sizes = "b, n and d" if same_length else "b and d"
         raise ValueError(
-            "k and v must have the shape (b, n, h_kv, d) with the b, n and d of q, got "
+            f"k and v must have the shape (b, n, h_kv, d) with the {sizes} of q, got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         )
     if k.shape[2] < 1 or h % k.shape[2]:
@@ -84,6 +100,18 @@ def check_inputs(
         _check_key_mask(q, key_mask)
     if cu_seqlens is not None:
         _check_cu_seqlens(q, cu_seqlens)
+
+
+def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Validates the tensors of a decoding call, which has no gradient."""
+    check_inputs(q, k, v, None, None, same_length=False)
+    if k.shape[1] < 1:
+        raise ValueError(f"k must have at least one position, got shape {tuple(k.shape)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError(
+            f"{name} has no gradient: call it under torch.no_grad() or torch.inference_mode(), got tensors "
+            "that require one"
+        )
 
 
 def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .checks import (
     autocast_inputs,
     check_execution,
+    check_head_slice,
     check_inputs,
     refuse_forward_mode,
 )
@@ -43,6 +44,7 @@ def dilated_attention(
     memory: str = ...,
     use_pattern_cache: bool = ...,
     steps: int = ...,
+    head_slice: tuple[int, int] | None = ...,
 ) -> Tensor: ...
 
 
@@ -69,6 +71,7 @@ def dilated_attention(
     memory: str = ...,
     use_pattern_cache: bool = ...,
     steps: int = ...,
+    head_slice: tuple[int, int] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -94,6 +97,7 @@ def dilated_attention(
     memory: str = "fresh",
     use_pattern_cache: bool = True,
     steps: int = 1,
+    head_slice: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which every branch `(w, r)` sees each r-th position of its segment of w positions.
 
@@ -124,6 +128,8 @@ def dilated_attention(
         use_pattern_cache: keep the plan of this shape for later calls; False plans each call anew.
         steps: the forward pass attends so many equal parts of the queries one after the other. Where segments
             are as long as the sequence that bounds the float32 sums of half precision; it changes no result.
+        head_slice: (first, total): the heads of q are `first` and following of `total` heads, on which their
+            offsets depend; for heads that are spread over devices.
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
@@ -150,6 +156,8 @@ def dilated_attention(
     check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
     check_flags(return_lse=return_lse)
     check_positive_int("steps", steps)
+    if head_slice is not None:
+        check_head_slice(head_slice, q.shape[2], k.shape[2])
     out, lse = dilated_attention_op(
         q,
         k,
@@ -171,5 +179,6 @@ def dilated_attention(
         memory,
         use_pattern_cache,
         steps,
+        head_slice or (),
     )
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ from .attention_op import attention_inputs, register_attention, with_memory, wit
 from .core.pattern_cache import get_global_pattern_cache
 from .core.workspace import Workspace
 from .engine import Merged
-from .plan import Plan, Shape, plan_dilated
+from .plan import Part, Plan, Shape, plan_dilated
 from .plan.shape import Pass
 from .spec import DilatedSpec
 
@@ -38,10 +38,11 @@ class Options(NamedTuple):
     memory: str
     use_pattern_cache: bool
     steps: int
+    head_slice: Sequence[int]  # (first, total), or empty
 
     @property
     def spec(self) -> DilatedSpec:
-        segment_lengths, dilation_rates, *others = self[:-5]
+        segment_lengths, dilation_rates, *others = self[:9]
         return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
 
 
@@ -51,7 +52,7 @@ _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
     "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes, "
-    "str memory, bool use_pattern_cache, int steps"
+    "str memory, bool use_pattern_cache, int steps, int[] head_slice"
 )
 
 
@@ -113,6 +114,7 @@ def dilated_attention_backward_op(
 
 def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
     b, n, h, d = q.shape
+    first, total = options.head_slice or (0, h)
     return plan_dilated(
         options.spec,
         Shape(b, n, h, k.shape[2], d),
@@ -122,6 +124,7 @@ def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: T
         workspace_bytes=options.workspace_bytes,
         cache=get_global_pattern_cache() if options.use_pattern_cache else None,
         steps=options.steps,
+        part=Part(n, 0, total, first),
     )
 
 

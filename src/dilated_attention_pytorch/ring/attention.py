@@ -225,4 +225,4 @@ def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> R
 
 def _op_options(spec: DilatedSpec, d: int, **execution: Any) -> Options:
     of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    return Options(**of_spec | {"scale": spec.scale_for(d)}, **execution, steps=1)
+    return Options(**of_spec | {"scale": spec.scale_for(d)}, **execution, steps=1, head_slice=())

@@ -1,0 +1,276 @@
+"""`DilatedKVCache`: the keys and values that later tokens can still select, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_op import without_autocast
+from ..checks import autocast_inputs, check_execution, check_new_tokens
+from ..core.blocks import check_positive_int
+from ..plan import DEFAULT_WORKSPACE_BYTES
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets
+from .attend import Stream
+from .lanes import Lane
+from .rows import row_runs, whole_numbers
+
+_LEAST_ROWS = 64  # of a lane's first memory
+
+
+class DilatedKVCache:
+    """Keys and values of a stream of tokens, for causal dilated attention of each new one.
+
+    A token of branch (w, r) reads at most w / r keys of a head, those of its own segment. So the cache holds
+    one segment of each branch, however long the stream: `sum(w / r)` keys and values for each head with an
+    offset of its own. Heads that share keys (grouped-query attention) need up to r times that. Memory is
+    taken as tokens arrive, at most twice what they need, and never more than whole segments need.
+
+        cache = DilatedKVCache([2048, 8192], [1, 4], batch_size=1, num_kv_heads=8, head_dim=64)
+        out = cache.attend(q, k, v)              # the prompt, (1, m, 8, 64), at once or in chunks
+        out = cache.attend(q_new, k_new, v_new)  # one token, (1, 1, 8, 64)
+
+    equals the rows of `dilated_attention(..., is_causal=True)` over the whole stream. There is no gradient,
+    dropout or mask: rows of different lengths are given by `lengths`. Not thread-safe.
+
+    Args:
+        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, kernel, workspace_bytes: as in
+            `dilated_attention`.
+        batch_size: rows, each a stream of its own.
+        num_kv_heads, head_dim: of keys and values; num_heads of queries, num_kv_heads by default.
+        device, dtype: of the tokens; those of the first tokens by default.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_heads: int | None = None,
+        scale: float | None = None,
+        head_mixing: HeadMixing = "all",
+        head_offsets: HeadOffsets = "interleaved",
+        kernel: str = "auto",
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        branches = segment_lengths, dilation_rates
+        spec = DilatedSpec(*branches, True, scale, head_mixing=head_mixing, head_offsets=head_offsets)
+        num_heads = num_kv_heads if num_heads is None else num_heads
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in (sizes | {"num_heads": num_heads}).items():
+            check_positive_int(name, size)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        check_execution(kernel, workspace_bytes, "fresh", True)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        self.spec, self.head_dim = spec, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.device = None if device is None else torch.device(device)
+        self.dtype = dtype
+        self._stream = Stream(spec, num_heads, num_kv_heads, kernel, workspace_bytes)
+        self._lengths = [0] * batch_size
+        self._buffers: dict[Lane, Tensor] = {}  # (key and value, b, kv heads, rows, d)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens so far, of each row."""
+        return tuple(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of the longest row."""
+        return max(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """What the keys and values held here take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None
+    ) -> Tensor:
+        """Appends the next m tokens of each row and returns their causal attention.
+
+        Args:
+            q: (b, m, h, d).
+            k, v: (b, m, h_kv, d).
+            lengths: (b,) integers, how many of the m tokens are real in each row. They come first; the others
+                are not appended, and their rows of the result are zeros.
+
+        Returns:
+            (b, m, h, d) in the dtype of q. If it raises, nothing was appended.
+        """
+        q, k, v = autocast_inputs(q, k, v)
+        check_new_tokens("DilatedKVCache.attend", q, k, v)
+        self._check_fit(q, k)
+        b, m = q.shape[:2]
+        news = whole_numbers("lengths", [m] * b if lengths is None else lengths, b, m)
+        self.device, self.dtype = q.device, q.dtype
+        runs = list(row_runs(list(zip(self._lengths, news, strict=True))))
+        with torch.no_grad(), without_autocast(q.device):
+            self._reserve(news)
+            if len(runs) == 1 and news[0] == m:
+                out = self._attend_run(slice(None), self._lengths[0], q, k, v)
+            else:
+                out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+                for rows, (start, new) in runs:
+                    if new:
+                        out[rows, :new] = self._attend_run(rows, start, *(x[rows, :new] for x in (q, k, v)))
+            for rows, (start, new) in runs:  # after all have attended, so that an error leaves the past whole
+                if new > 1:
+                    self._append(rows, start, k[rows, :new], v[rows, :new])
+        self._lengths = [old + new for old, new in zip(self._lengths, news, strict=True)]
+        return out
+
+    def reset(self) -> None:
+        """Begins again at position 0. Memory is kept for the next stream."""
+        self._lengths = [0] * self.batch_size
+
+    def reorder(self, index: Sequence[int] | Tensor) -> None:
+        """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
+        num = index.numel() if isinstance(index, Tensor) else len(index)
+        rows = whole_numbers("index", index, max(1, num), self.batch_size - 1)
+        self._lengths = [self._lengths[row] for row in rows]
+        for lane, buffer in self._buffers.items():
+            self._buffers[lane] = buffer.index_select(1, torch.tensor(rows, device=buffer.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain data for `load_state_dict`; `torch.load(weights_only=True)` reads them."""
+        state: dict[str, Any] = {"settings": self._settings(), "lengths": list(self._lengths)}
+        for i, lane in enumerate(self._stream.lanes):
+            if rows := self._rows_held(lane, self._lengths):
+                state[f"lanes.{i}"] = self._buffers[lane][:, :, :, :rows].clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state of a cache with the same settings; nothing changes unless all of it fits."""
+        if not isinstance(state, Mapping) or not {"settings", "lengths"} <= state.keys():
+            raise ValueError("state must be what DilatedKVCache.state_dict returns, got something else")
+        if state["settings"] != self._settings():
+            raise ValueError(f"the state has the settings {state['settings']}, the cache {self._settings()}")
+        lengths = whole_numbers("lengths", state["lengths"], self.batch_size, 2**62)
+        sizes = (2, self.batch_size), self.head_dim
+        expected = {
+            f"lanes.{i}": (*sizes[0], len(lane.kv_heads), rows, sizes[1])
+            for i, lane in enumerate(self._stream.lanes)
+            if (rows := self._rows_held(lane, lengths))
+        }
+        held = {name: x for name, x in state.items() if name.startswith("lanes.")}
+        shapes = {name: tuple(x.shape) for name, x in held.items() if isinstance(x, Tensor)}
+        if shapes != expected:
+            raise ValueError(f"the state must hold tensors of the shapes {expected}, got {shapes}")
+        dtypes = {x.dtype for x in held.values()}
+        if dtypes - {self.dtype or next(iter(dtypes), None)}:
+            raise TypeError(f"this cache holds {self.dtype or 'one dtype'}, the state {dtypes}")
+        lanes = self._stream.lanes
+        with torch.no_grad():
+            copies = {lanes[int(name[6:])]: x.to(self.device, copy=True) for name, x in held.items()}
+        self._buffers, self._lengths = copies, lengths
+        self.dtype = next(iter(dtypes), self.dtype)
+
+    def _settings(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "segment_lengths": list(spec.segment_lengths),
+            "dilation_rates": list(spec.dilation_rates),
+            "scale": spec.scale,
+            "head_mixing": spec.head_mixing,
+            "head_offsets": spec.head_offsets,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+    def _check_fit(self, q: Tensor, k: Tensor) -> None:
+        expected = self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim
+        got = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
+        if got != expected:
+            names = "batch_size, num_heads, num_kv_heads and head_dim"
+            raise ValueError(f"tokens must have the cache's {names} {expected}, got {got}")
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(f"q, k and v must have as many new tokens, got {q.shape[1]} and {k.shape[1]}")
+        if self.dtype not in (None, q.dtype):
+            raise TypeError(f"this cache holds {self.dtype}, got {q.dtype}")
+        if self.device is not None and (
+            self.device.type != q.device.type or self.device.index not in (None, q.device.index)
+        ):
+            raise ValueError(f"this cache is on {self.device}, got tokens on {q.device}")
+
+    def _attend_run(self, rows: slice, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of rows that are all at position `start`, with as many new tokens."""
+        past = _Held(self._buffers, rows)
+        if q.shape[1] > 1:
+            return self._stream.attend_many(q, k, v, start, past)
+        self._append(rows, start, k, v)
+        return self._stream.attend_one(q, start, past)
+
+    def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
+        """Keeps what the tokens after these can select; an earlier segment is overwritten."""
+        end = start + k.shape[1]
+        for lane in self._stream.lanes:
+            segment = _last_segment(lane, start, end)
+            first, after = (lane.rows_before(max(time, segment) - segment) for time in (start, end))
+            if first == after:
+                continue
+            begin = segment + lane.offset + first * lane.rate - start
+            for held, new in zip(self._buffers[lane], (k, v), strict=True):
+                chosen = lane.of_keys(new[:, begin :: lane.rate][:, : after - first])
+                held[rows, :, first:after] = chosen.transpose(1, 2)
+
+    def _reserve(self, news: list[int]) -> None:
+        """Memory for the rows that these tokens add, doubled when it must grow."""
+        ends = [(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new]
+        for lane in self._stream.lanes:
+            rows = max(
+                (lane.rows_before(end - _last_segment(lane, old, end)) for old, end in ends), default=0
+            )
+            buffer = self._buffers.get(lane)
+            held = 0 if buffer is None else buffer.shape[3]
+            if rows <= held:
+                continue
+            rows = min(lane.capacity, max(rows, 2 * held, _LEAST_ROWS))
+            shape = (2, self.batch_size, len(lane.kv_heads), rows, self.head_dim)
+            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside it
+                grown = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if buffer is not None:
+                grown[:, :, :, :held] = buffer
+            self._buffers[lane] = grown
+
+    def _rows_held(self, lane: Lane, lengths: list[int]) -> int:
+        """Rows of a lane that the next token of some row could read."""
+        return max(lane.rows_before(length % lane.window) for length in lengths)
+
+
+def _last_segment(lane: Lane, start: int, end: int) -> int:
+    """Where the segment begins of which tokens [start, end) are kept.
+
+    It is that of the next token; a single token reads its own key from the cache too.
+    """
+    last = end - 1 if end - start == 1 else end
+    return last // lane.window * lane.window
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the cache holds of some rows of the batch."""
+
+    buffers: Mapping[Lane, Tensor]
+    batch: slice
+
+    def rows(self, lane: Lane, first: int, count: int) -> tuple[Tensor, Tensor]:
+        k, v = self.buffers[lane][:, self.batch, :, first : first + count]
+        return k, v

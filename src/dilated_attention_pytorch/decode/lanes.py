@@ -1,0 +1,81 @@
+"""WHICH keys a later token can select: for each branch and offset, every r-th position of the segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from ..plan.heads import branch_heads
+from ..plan.segments import rows_within
+from ..spec import DilatedSpec
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The keys of one offset of a branch: row j of a segment is its position `offset + j * rate`.
+
+    Each key/value head in `kv_heads` serves `len(heads) // len(kv_heads)` of the query heads, in order.
+    """
+
+    branch: int
+    window: int
+    rate: int
+    offset: int
+    kv_heads: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a whole segment."""
+        return self.rows_before(self.window)
+
+    def rows_before(self, position: int) -> int:
+        """How many rows the segment has before a position, counted from the segment's start."""
+        return rows_within((0, position), self.offset, self.rate)[1]
+
+    def selects(self, position: int) -> bool:
+        """Whether the query at an absolute position reads this lane."""
+        return position % self.window % self.rate == self.offset
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The lane's query heads of (b, n, h, ...)."""
+        return take_heads(x, self.heads)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The lane's key/value heads of (b, n, h_kv, ...)."""
+        return take_heads(x, self.kv_heads)
+
+
+@lru_cache(maxsize=64)
+def plan_lanes(spec: DilatedSpec, num_heads: int, num_kv_heads: int) -> tuple[Lane, ...]:
+    """The lanes of all branches, those of a branch with equally many query heads a key head together."""
+    lanes = []
+    for branch, (window, rate) in enumerate(spec.branches):
+        sharing: dict[tuple[int, int], list[int]] = {}
+        for head, offset, kv in branch_heads(spec, branch, num_heads, num_kv_heads):
+            sharing.setdefault((offset, kv), []).append(head)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for (offset, kv), heads in sharing.items():
+            alike.setdefault((offset, len(heads)), []).append(kv)
+        for (offset, _), kv_heads in alike.items():
+            if offset < window:  # or no position of a segment has this offset
+                heads = [head for kv in kv_heads for head in sharing[offset, kv]]
+                lanes.append(Lane(branch, window, rate, offset, tuple(kv_heads), tuple(heads)))
+    return tuple(lanes)
+
+
+def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Heads of (b, n, h, ...): a view where they are evenly spaced, else a copy."""
+    heads_slice = as_slice(heads)
+    return x[:, :, list(heads) if heads_slice is None else heads_slice]
+
+
+def as_slice(numbers: Sequence[int]) -> slice | None:
+    """The slice of evenly spaced, rising numbers."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if step < 1 or any(number != numbers[0] + i * step for i, number in enumerate(numbers)):
+        return None
+    return slice(numbers[0], numbers[-1] + 1, step)
