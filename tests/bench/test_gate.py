@@ -9,8 +9,9 @@ import torch
 
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import gate, run
-from dilated_attention_pytorch.bench.cases import SUITES, Config, TimeCase
+from dilated_attention_pytorch.bench.cases import SUITES, TimeCase
 from dilated_attention_pytorch.bench.child import Measured
+from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.wrong_answers import WRONG, perturbed
 

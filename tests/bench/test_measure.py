@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch.bench import candidates, child, measure
-from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.cases import LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.bench.measure import NotMeasurableError, Timing, interleave
 from dilated_attention_pytorch.core.host_memory import Memory
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dilated_attention_pytorch.bench.cases import Config, LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.cases import LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
 from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
 from dilated_attention_pytorch.bench.tables import BEGIN, END, replace_between_markers, to_markdown

@@ -12,6 +12,7 @@ from .cases import DEFAULT_SUITES, SUITES, Case, LongCase, PoolCase, describe
 from .figures import Figure, show_value
 from .gate import WrongAnswerError
 from .machine import machine_facts, project_facts
+from .model_cases import ModelCase, model_target
 from .pictures import draw_patterns
 from .record import Record, Result, from_json, to_json
 from .ring_cases import RingCase
@@ -24,8 +25,9 @@ DESCRIPTION = """\
 Measures dilated attention on this machine: its time against the bare kernel it is built on, its peak memory
 against the bytes of its results, and how both grow up to a million positions; in the suite `pool`, what
 pooled memory saves or costs; in the suite `sparse`, how much faster than dense attention block-sparse
-attention is, what memory it takes, and what its patterns cost to build; and in the suite `ring`, what several
-ranks on this machine cost against one process, in time and in memory.
+attention is, what memory it takes, and what its patterns cost to build; in the suite `ring`, what several
+ranks on this machine cost against one process, in time and in memory; and in the suite `models`, decoding
+steps late in a stream, and the memory of training and of encoding a slide.
 
 Every case is checked against the definition; a wrong answer is never reported. Targets are shown next
 to the figures as met or not met. The table goes to standard output, progress to standard error.
@@ -138,6 +140,8 @@ def _targets(case: Case) -> str:
         return f"  [targets: {', '.join(found)}]" if (found := sparse_targets(case)) else ""
     if isinstance(case, RingCase):
         return "" if case.target is None else f"  [target: {case.target}]"
+    if isinstance(case, ModelCase):
+        return model_target(case)
     if isinstance(case, LongCase):
         memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
         targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]

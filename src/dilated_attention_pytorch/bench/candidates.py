@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import functional
 from ..core import AttentionBufferManager, reset_global_pattern_cache
 from ..plan import Plan, Shape, plan_dilated
-from .cases import Config, PoolCase, TimeCase
+from .cases import PoolCase, TimeCase
+from .config import Config
 
 Candidate = Callable[[], object]
 Direction = Literal["forward", "backward"]

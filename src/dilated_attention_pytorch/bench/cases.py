@@ -10,7 +10,8 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..spec import DilatedSpec
+from .config import Config
+from .model_cases import MODEL_KINDS, MODEL_QUICK, MODEL_SUITE, ModelCase, describe_model
 from .ring_cases import RING_KINDS, RING_QUICK, RING_SUITE, RingCase, RingConfig, describe_ring
 from .sparse_cases import (
     SPARSE_KINDS,
@@ -23,28 +24,6 @@ from .sparse_cases import (
 )
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Config:
-    """The attention of a case, float32: heads, head size and branches.
-
-    One branch has rate 1, so that every position attends to something.
-    """
-
-    h: int
-    d: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    is_causal: bool = False
-
-    @property
-    def dtype(self) -> str:
-        return "float32"
-
-    @property
-    def spec(self) -> DilatedSpec:
-        return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal)
 
 
 @dataclass(frozen=True)
@@ -103,7 +82,7 @@ class PoolCase:
 
 
 DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
-Case = DilatedCase | SparseCase | RingCase
+Case = DilatedCase | SparseCase | RingCase | ModelCase
 KINDS: dict[str, type[Case]] = {
     "time": TimeCase,
     "memory": MemoryCase,
@@ -111,6 +90,7 @@ KINDS: dict[str, type[Case]] = {
     "pool": PoolCase,
     **SPARSE_KINDS,
     **RING_KINDS,
+    **MODEL_KINDS,
 }
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
@@ -166,6 +146,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     ),
     "sparse": SPARSE_SUITE,
     "ring": RING_SUITE,
+    "models": MODEL_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -177,6 +158,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         PoolCase("quick pool", _QUICK, ((1, 2048), (2, 777)), True, None, None, None, repeats=3),
         *SPARSE_QUICK,
         *RING_QUICK,
+        *MODEL_QUICK,
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -188,6 +170,8 @@ def describe(case: Case) -> str:
         return describe_sparse(case)
     if isinstance(case, RingCase):
         return describe_ring(case)
+    if isinstance(case, ModelCase):
+        return describe_model(case)
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"

@@ -21,9 +21,12 @@ from ..core import AttentionBufferManager
 from ..core.host_memory import host_memory
 from ..modules import DilatedAttention, RingDilatedAttentionV2
 from .candidates import attend
-from .cases import Case, Config, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
+from .cases import Case, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
+from .config import Config
 from .gate import largest_error, make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
+from .model_cases import ModelCase
+from .model_child import measure_model
 from .ring_cases import RingConfig, RingStepsCase
 from .ring_child import attend as ring_attend
 from .ring_child import make_tensors
@@ -222,8 +225,8 @@ def run_module(module: torch.nn.Module, tensors: list[Tensor], backward: bool) -
 
 def input_and_result_bytes(case: Case) -> int:
     """Bytes of all tensors that a case in a process of its own holds at once."""
-    if isinstance(case, PatternCase):
-        return 0  # no tensors, and a pattern is small
+    if isinstance(case, (PatternCase, ModelCase)):
+        return 0  # no tensors, or few: a pattern is small
     itemsize: int
     if isinstance(case, (SparseMemoryCase, ModuleMemoryCase)):
         itemsize = getattr(torch, case.config.dtype).itemsize
@@ -265,6 +268,8 @@ def main() -> None:
                 if request["variant"] == "time"
                 else measure_ring_module(case, request["variant"])
             )
+        elif isinstance(case, ModelCase):
+            measured = Measured(*measure_model(case, request["repeats"], request["variant"]))
         elif isinstance(case, PatternCase):
             measured = measure_build(case, request["repeats"])
         else:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase
 from .measure import Timing
+from .model_cases import DecodeCase, SlideCase, TrainCase
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
 
@@ -62,6 +63,18 @@ def make_figures(case: Case, timings: dict[str, Timing], counts: dict[str, int])
             return tuple(_ring_memory_figures(case, counts))
         case RingStepsCase():
             return tuple(_ring_steps_figures(case, timings, counts))
+        case DecodeCase():
+            return tuple(_decode_figures(case, timings, counts))
+        case TrainCase():
+            plain, spared = (counts.get(f"peak_extra {name}") for name in ("plain", "checkpointed"))
+            ratio = _ratio(counts, "peak_extra checkpointed", "peak_extra plain")
+            return (
+                Figure("peak extra memory", plain, "bytes"),
+                Figure("peak extra memory with checkpoints", spared, "bytes"),
+                Figure("with checkpoints over without", ratio),
+            )
+        case SlideCase():
+            return (Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target),)
         case LongCase():
             peak = Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target)
             return (peak, *_time_figures(timings.get("long"), timings.get("base"), case.time_target))
@@ -127,6 +140,15 @@ def _ring_steps_figures(
         yield Figure(f"ring_size {size}: peak extra memory over the base", ratio, target=case.target)
         time = timings[str(size)].minimum / timings["base"].minimum if timings else None
         yield Figure(f"ring_size {size}: time over the base", time)
+
+
+def _decode_figures(case: DecodeCase, timings: dict[str, Timing], counts: dict[str, int]) -> Iterator[Figure]:
+    """Times of late steps over early ones, then of the cache's memory."""
+    for name in ("late", "alike"):
+        figure, _ = _time_figures(timings.get(name), timings.get("early"), case.target)
+        yield replace(figure, name=f"step at {case.positions[name]} over {case.early}")
+    ratio = _ratio(counts, "cache alike", "cache early")
+    yield Figure(f"cache at {case.positions['alike']} over {case.early}", ratio, target=1.0)
 
 
 def _time_figures(

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..core import AttentionBufferManager
 from ..reference import dilated_attention_reference
 from .candidates import attend
-from .cases import Config, DilatedCase, PoolCase, TimeCase
+from .cases import DilatedCase, PoolCase, TimeCase
+from .config import Config
 
 # Of inputs of a dtype against float64 results, absolute below 1 and relative above.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -153,7 +154,7 @@ def rows_error(call: Call, results: Results) -> float:
         lo, hi = _reach(call.config, call.q.shape[1], t)
         leaves = [call.q[batch, t], call.k[batch, lo:hi], call.v[batch, lo:hi]]
         leaves = [x.double().requires_grad_() for x in leaves]
-        out, lse = _attend_row(call.config, *leaves, t=t, lo=lo)
+        out, lse = attend_row(call.config, *leaves, t=t, lo=lo)
         errors.append(largest_error(results.out[batch, t], out))
         errors.append(largest_error(results.lse[batch, :, t], lse))
         if call.grad_out is not None:
@@ -165,7 +166,7 @@ def rows_error(call: Call, results: Results) -> float:
     return max(errors)
 
 
-def _attend_row(config: Config, q: Tensor, k: Tensor, v: Tensor, *, t: int, lo: int) -> tuple[Tensor, Tensor]:
+def attend_row(config: Config, q: Tensor, k: Tensor, v: Tensor, *, t: int, lo: int) -> tuple[Tensor, Tensor]:
     """out (h, d) and lse (h,) of the query q (h, d) at position `t`; k and v (m, h, d) start at `lo`."""
     position = torch.arange(lo, lo + k.shape[0])
     head = torch.arange(config.h)[:, None]

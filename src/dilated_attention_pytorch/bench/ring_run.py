@@ -16,8 +16,9 @@ from typing import IO, Any
 import torch
 
 from ..core.host_memory import host_memory
-from .cases import Config, case_to_dict
+from .cases import case_to_dict
 from .child import child_environment, measure_in_child
+from .config import Config
 from .gate import TOLERANCES, accept, reduced_error
 from .measure import interleave
 from .record import Result, make_result

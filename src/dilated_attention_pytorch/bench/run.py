@@ -10,6 +10,7 @@ from .cases import Case, PoolCase, TimeCase
 from .child import measure_in_child
 from .gate import accept, check_case
 from .measure import interleave
+from .model_cases import DecodeCase, ModelCase, TrainCase
 from .record import Result, make_result
 from .ring_cases import RingCase, RingStepsCase, RingTimeCase
 from .ring_run import run_ring
@@ -20,11 +21,13 @@ from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase)
+    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase, DecodeCase)
     if repeats is None or not isinstance(case, times):
         repeats = case.repeats
     if isinstance(case, RingCase):
         return run_ring(case, repeats, say)
+    if isinstance(case, ModelCase):
+        return _run_model(case, repeats, say)
     if isinstance(case, SparseCase):
         return _run_sparse(case, repeats, say)
     say(f"{case.name}: checking")
@@ -57,6 +60,23 @@ def _run_pool(case: PoolCase, repeats: int, error: float, say: Callable[[str], N
         if measured.error is not None:
             error = max(error, accept(case.name, measured.error))
             counts |= {f"{name}_{memory}": nbytes for name, nbytes in measured.nbytes.items()}
+    return make_result(case, repeats, error, seconds, counts, why_not)
+
+
+def _run_model(case: ModelCase, repeats: int, say: Callable[[str], None]) -> Result:
+    """All in processes of their own, where what is measured is checked as well."""
+    say(f"{case.name}: checking and measuring in a process of its own")
+    variants = ("plain", "checkpointed") if isinstance(case, TrainCase) else ("",)
+    error, why_not = None, None
+    counts: dict[str, int] = {}
+    seconds: dict[str, tuple[float, ...]] = {}
+    for variant in variants:
+        measured = measure_in_child(case, repeats, variant)
+        why_not = why_not or measured.why_not
+        if measured.error is not None:
+            error = max(error or 0.0, accept(case.name, measured.error))
+            counts |= {f"{name} {variant}".strip(): nbytes for name, nbytes in measured.nbytes.items()}
+            seconds |= {f"{name} {variant}".strip(): values for name, values in measured.seconds.items()}
     return make_result(case, repeats, error, seconds, counts, why_not)
 
 

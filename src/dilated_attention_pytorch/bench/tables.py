@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from .cases import LongCase, MemoryCase, PoolCase, TimeCase, describe
 from .figures import Figure, show_value
 from .measure import Timing
+from .model_cases import DecodeCase, SlideCase, TrainCase
 from .record import Record, Result
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
@@ -33,6 +34,9 @@ def to_markdown(record: Record) -> str:
             RingStepsCase,
             _ring_steps_table,
         ),
+        ("**Decoding**: one step late in a stream over an early one", DecodeCase, _decode_table),
+        ("**Training**: memory of a step beside weights and gradients", TrainCase, _train_table),
+        ("**Slides**: memory of the whole process", SlideCase, _slide_table),
     ]
     parts = []
     for title, kind, table in kinds:
@@ -203,6 +207,39 @@ def _ring_steps_table(results: Iterable[Result]) -> str:
             label = f"{result.case.name}, ring_size {name}"
             rows.append([label, peak, *_shown(result, memory), times, _number(time)])
     return make_table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
+
+
+def _decode_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        assert isinstance(result.case, DecodeCase)
+        late, alike, _ = result.figures
+        figures = {"early": Figure("", 1.0 if result.seconds else None), "late": late, "alike": alike}
+        for name, position in result.case.positions.items():
+            times = _milliseconds(Timing(result.seconds[name])) if result.seconds else ""
+            held = _mebibytes(result.counts.get(f"cache {name}"))
+            rows.append([f"{result.case.name} at {position:,}", times, *_shown(result, figures[name]), held])
+    return make_table(["case", "ms", "ratio of minima", "target", "cache, MiB"], rows)
+
+
+def _train_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        for name in ("plain", "checkpointed"):
+            names = ("peak_extra", "weights", "layer_inputs")
+            cells = [_mebibytes(result.counts.get(f"{each} {name}")) for each in names]
+            times = _milliseconds(Timing(result.seconds[f"step {name}"])) if result.seconds else ""
+            rows.append([f"{result.case.name}, {name}", *cells, times])
+    return make_table(["case", "peak extra, MiB", "weights, MiB", "inputs of layers, MiB", "ms"], rows)
+
+
+def _slide_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        seconds = [f"{min(values):.1f}" for values in result.seconds.values()] or [""]
+        parameters = f"{result.counts['parameters']:,}" if result.counts else ""
+        rows.append([result.case.name, parameters, *seconds, *_shown(result, result.figures[0])])
+    return make_table(["case", "parameters", "s", "peak memory", "target"], rows)
 
 
 def _shown(result: Result, figure: Figure) -> list[str]:
