@@ -67,7 +67,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_noticed() -> None:
     weight = next(make_model(TRAIN, False).parameters()).detach()
     assert _scaled_error(None, weight) == float("inf")
     assert _scaled_error(weight * 1.001, weight * 1.0) > 10 * TOLERANCE
-    assert _scaled_error(weight * 1e-9, weight * 1e-9) == 0.0
+    assert _scaled_error(weight * 1e-9, weight * 1e-9) < 1e-6
 
 
 @pytest.mark.parametrize("case", MODEL_QUICK, ids=lambda case: case.name)
