@@ -21,7 +21,9 @@ from dilated_attention_pytorch import (
     factory,
 )
 from dilated_attention_pytorch.core.host_memory import Memory
+from dilated_attention_pytorch.factory import create_multihead_dilated_attention
 from dilated_attention_pytorch.modules import ring as ring_module
+from dilated_attention_pytorch.modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 
 SHORT, LONG = [256, 512], [2048, 4096]
 RATES = [1, 2]
@@ -129,3 +131,67 @@ def test_bad_arguments() -> None:
         create_dilated_attention("auto", SHORT, [1])
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
         create_dilated_attention("auto", SHORT, RATES, speed=11)
+
+
+BLOCKS = {"sparse_config": {"pattern_type": "local_window", "block_size": 64}}
+
+
+@pytest.mark.parametrize("kind", MULTIHEAD_KINDS)
+def test_multihead_kinds(kind: str, plenty: None) -> None:
+    options = BLOCKS if kind.startswith("block_sparse") else {}
+    made = create_multihead_dilated_attention(kind, 32, 4, SHORT, RATES, num_kv_heads=2, **options)
+    assert type(made) is MULTIHEAD_KINDS[kind]
+    assert (made.embed_dim, made.num_heads, made.num_kv_heads) == (32, 4, 2)
+    direct = MULTIHEAD_KINDS[kind](32, 4, SHORT, RATES, num_kv_heads=2, **options)
+    direct.load_state_dict(made.state_dict())
+    x = torch.randn(2, 700, 32)
+    assert torch.equal(made(x, is_causal=True)[0], direct(x, is_causal=True)[0])
+
+
+@pytest.mark.parametrize("kind", ["auto", *MULTIHEAD_KINDS])
+def test_the_pool_of_multihead_modules(kind: str, plenty: None) -> None:
+    def make(lengths: list[int], **options: Any) -> MultiheadDilatedAttention:
+        return create_multihead_dilated_attention(kind, 32, 4, lengths, RATES, **options)
+
+    assert not make(SHORT).attention.enable_memory_pool
+    assert make(LONG).attention.enable_memory_pool
+    assert not make(LONG, enable_memory_pool=False).attention.enable_memory_pool
+    assert not make(LONG, seq_len=1000).attention.enable_memory_pool
+
+
+def test_multihead_auto_goes_by_the_length_and_says_so(
+    plenty: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
+        module = create_multihead_dilated_attention(
+            "auto", 32, 4, LONG, RATES, position_encoding="rotary", dropout=0.1
+        )
+    assert str(module.choice).splitlines() == [
+        "ImprovedMultiheadDilatedAttention(embed_dim=32, num_heads=4, segment_lengths=(2048, 4096), "
+        "dilation_rates=(1, 2), enable_memory_pool=True, position_encoding='rotary', dropout=0.1)",
+        "- kind: segments reach over 4096 positions, 4096 or more",
+        "- enable_memory_pool: segments reach over 4096 positions, 4096 or more",
+    ]
+    assert str(module.choice) in caplog.text
+    assert type(create_multihead_dilated_attention("auto", 32, 4, SHORT, RATES)) is MultiheadDilatedAttention
+    assert create_multihead_dilated_attention().embed_dim == 768
+
+
+def test_multihead_with_little_memory_and_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
+    attention = create_multihead_dilated_attention("auto", 32, 4, LONG, RATES).attention
+    assert (attention.lightweight_pool, attention.workspace_bytes) == (True, 2**22)
+    monkeypatch.undo()
+    assert create_multihead_dilated_attention(device="meta").out_proj.weight.is_meta
+
+
+def test_bad_arguments_of_multihead() -> None:
+    kinds = "auto, standard, improved, ring, block_sparse, block_sparse_ring"
+    with pytest.raises(ValueError, match=f"kind must be one of {kinds}, got 'improved_v2'"):
+        create_multihead_dilated_attention("improved_v2")
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads, got 10 and 3"):
+        create_multihead_dilated_attention("auto", 10, 3)
+    with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):
+        create_multihead_dilated_attention("auto", 12, 3, seq_len=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        create_multihead_dilated_attention("auto", 12, 3, speed=11)

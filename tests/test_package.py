@@ -44,6 +44,8 @@ FLOORS = [
     {"bench"},
     {"__init__"},
 ]
+# What a room may import beyond torch, inside the functions that use it.
+EXTRAS = {"bench": {"rich"}, "modules": {"safetensors"}, "integrations": {"transformers"}}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -94,8 +96,7 @@ def test_imports_go_one_way(path: Path) -> None:
     assert room_of(path) in FLOOR, f"{path.name} is in no room: give it a floor in FLOORS"
     assert not misplaced_imports(path, source)
     outside = {name.partition(".")[0] for name in imported_modules(path, source)} - {PACKAGE, "torch"}
-    optional = {"rich"} if room_of(path) == "bench" else set()
-    assert outside <= sys.stdlib_module_names | optional
+    assert outside <= sys.stdlib_module_names | EXTRAS.get(room_of(path), set())
 
 
 @pytest.mark.parametrize("door", sorted(DOORS))
@@ -133,7 +134,7 @@ def assert_runs_silently(code: str) -> None:
 
 
 # Not triton: builds of torch for GPUs bring it along, and torch's flop counter imports it there.
-OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "transformers")
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "safetensors", "transformers")
 
 
 def test_import_needs_torch_alone_and_is_silent() -> None:

@@ -9,7 +9,12 @@ with warnings.catch_warnings():
     from .block_factory import create_block_sparse_attention
     from .block_sparse import block_sparse_attention, build_block_pattern
     from .core import PersistentPatternCache
-    from .factory import choose_dilated_attention, create_dilated_attention
+    from .decode import DilatedKVCache, attend_last
+    from .factory import (
+        choose_dilated_attention,
+        create_dilated_attention,
+        create_multihead_dilated_attention,
+    )
     from .functional import dilated_attention
     from .modules import (
         BlockSparseAdaptiveDilatedAttention,
@@ -18,15 +23,26 @@ with warnings.catch_warnings():
         BlockSparseRingDilatedAttention,
         BlockSparseRingMultiheadDilatedAttention,
         DilatedAttention,
+        DilatedTransformerDecoderLayer,
+        DilatedTransformerEncoderLayer,
         ImprovedDilatedAttention,
         ImprovedDilatedAttentionV2,
         ImprovedMultiheadDilatedAttention,
+        LongNet,
+        LongNetConfig,
+        LongNetDecoder,
+        LongNetEncoder,
+        LongNetLM,
+        LongNetLMConfig,
+        LongNetViT,
+        LongNetViTConfig,
         MultiheadDilatedAttention,
         RingAttentionConfig,
         RingDilatedAttentionProduction,
         RingDilatedAttentionV2,
         RingDilatedAttentionV3,
         RingMultiheadDilatedAttention,
+        magneto_gamma,
     )
     from .plan import BlockPattern
     from .ring import (
@@ -53,10 +69,21 @@ __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
+    "DilatedKVCache",
     "DilatedSpec",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
     "ImprovedDilatedAttention",
     "ImprovedDilatedAttentionV2",
     "ImprovedMultiheadDilatedAttention",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetDecoder",
+    "LongNetEncoder",
+    "LongNetLM",
+    "LongNetLMConfig",
+    "LongNetViT",
+    "LongNetViTConfig",
     "MultiheadDilatedAttention",
     "PersistentPatternCache",
     "RingAttentionConfig",
@@ -67,14 +94,17 @@ __all__ = [
     "RingMultiheadDilatedAttention",
     "RingSchedule",
     "SparsePatternConfig",
+    "attend_last",
     "attention_rows",
     "block_sparse_attention",
     "build_block_pattern",
     "choose_dilated_attention",
     "create_block_sparse_attention",
     "create_dilated_attention",
+    "create_multihead_dilated_attention",
     "dilated_attention",
     "even_shards",
+    "magneto_gamma",
     "plan_ring",
     "ring_block_sparse_attention",
     "ring_dilated_attention",

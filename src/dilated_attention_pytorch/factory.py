@@ -18,6 +18,7 @@ from .modules import (
     RingDilatedAttentionProduction,
     RingDilatedAttentionV2,
 )
+from .modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 from .modules.skin import AttentionSkin
 from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 
@@ -36,7 +37,7 @@ KINDS: Mapping[str, Callable[..., AttentionSkin]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What `create_dilated_attention` makes; `print(choice)` explains it."""
+    """What a factory makes; `print(choice)` explains it."""
 
     kind: str
     options: Mapping[str, Any]
@@ -80,6 +81,33 @@ def create_dilated_attention(
     return module
 
 
+def create_multihead_dilated_attention(
+    kind: str = "auto",
+    embed_dim: int = 768,
+    num_heads: int = 12,
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    *,
+    seq_len: int | None = None,
+    **options: Any,
+) -> MultiheadDilatedAttention:
+    """The multihead module of a kind: "auto", or one of those below, which are called alike.
+
+    - "standard" has separate input projections, as those of torchscale are; "improved" fuses them.
+    - "ring" attends over a sequence of which each process holds a part.
+    - "block_sparse" keeps the blocks of its `sparse_config`, and "block_sparse_ring" does so in a ring.
+
+    "auto", the memory pool, `seq_len`, `options` (those of the kind's class) and `module.choice` are as in
+    `create_dilated_attention`.
+    """
+    heads = {"embed_dim": embed_dim, "num_heads": num_heads}
+    choice = _choose(MULTIHEAD_KINDS, kind, segment_lengths, dilation_rates, seq_len, options, heads)
+    LOGGER.info("%s", choice)
+    module = MULTIHEAD_KINDS[choice.kind](**choice.options)
+    module.choice = choice
+    return module
+
+
 def choose_dilated_attention(
     kind: str = "auto",
     segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
@@ -89,7 +117,19 @@ def choose_dilated_attention(
     **options: Any,
 ) -> Choice:
     """What `create_dilated_attention` would make of the same arguments, from lengths, device and memory."""
-    known = ("auto", *KINDS)
+    return _choose(KINDS, kind, segment_lengths, dilation_rates, seq_len, options, {})
+
+
+def _choose(
+    kinds: Mapping[str, Callable[..., Any]],
+    kind: str,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    seq_len: int | None,
+    options: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+) -> Choice:
+    known = ("auto", *kinds)
     if kind not in known:
         raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):
@@ -113,4 +153,5 @@ def choose_dilated_attention(
     chosen = {name: value for name, value, _ in proposals}
     branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
     kind = kind if kind != "auto" else "improved" if is_long else "standard"
-    return Choice(kind, {**branches, **chosen, **options}, tuple(reasons), KINDS[kind].__name__)
+    made = {**sizes, **branches, **chosen, **options}
+    return Choice(kind, made, tuple(reasons), kinds[kind].__name__)

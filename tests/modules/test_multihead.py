@@ -148,7 +148,7 @@ def test_grouped_heads_and_norm_equal_a_dense_computation(
         dense = (dense - dense.mean(-1, keepdim=True)) / (
             dense.var(-1, correction=0, keepdim=True) + 0.01
         ).sqrt()
-        dense = dense * state["norm.weight"] + state["norm.bias"]
+        dense = dense * state["inner_attn_ln.weight"] + state["inner_attn_ln.bias"]
         dense = dense @ state["out_proj.weight"].T + state["out_proj.bias"]
         out, _ = module(query, key, value, key_padding_mask=padding(), is_causal=True)
         assert_close(out, dense, torch.float64, "output")
@@ -201,8 +201,8 @@ def test_initial_gains(is_fused: bool, num_kv_heads: int) -> None:
         assert weight.std().item() == pytest.approx(std, rel=0.03)
         assert abs(weight.mean().item()) < 0.03 * std
     assert not any(bias.any() for bias in (*biases, module.out_proj.bias))
-    assert module.norm is not None
-    assert torch.equal(module.norm.weight, torch.ones(embed_dim))
+    assert module.inner_attn_ln is not None
+    assert torch.equal(module.inner_attn_ln.weight, torch.ones(embed_dim))
 
 
 def test_fused_and_separate_start_alike() -> None:
@@ -232,7 +232,9 @@ def test_copies_pickles_and_state_dicts(cls: type[MultiheadDilatedAttention]) ->
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
         assert torch.equal(twin(x)[0], module(x)[0])
     inputs = {"qkv_proj"} if cls is ImprovedMultiheadDilatedAttention else {"q_proj", "k_proj", "v_proj"}
-    names = {f"{name}.{kind}" for name in (*inputs, "norm", "out_proj") for kind in ("weight", "bias")}
+    names = {
+        f"{name}.{kind}" for name in (*inputs, "inner_attn_ln", "out_proj") for kind in ("weight", "bias")
+    }
     assert module.state_dict().keys() == names
     assert make(cls, bias=False, layer_norm=False).state_dict().keys() == {
         f"{name}.weight" for name in (*inputs, "out_proj")

@@ -211,9 +211,9 @@ def test_multihead_in_one_process() -> None:
     assert type(module.attention) is RingDilatedAttentionV2
     assert module.fused_qkv
     plain = MultiheadDilatedAttention(48, 6, SEGMENTS, RATES, dtype=torch.float64)
-    plain.attention, plain.norm, plain.out_proj = (
+    plain.attention, plain.inner_attn_ln, plain.out_proj = (
         DilatedAttention(SEGMENTS, RATES),
-        module.norm,
+        module.inner_attn_ln,
         module.out_proj,
     )
     for name, weight, bias in zip("qkv", *module._qkv_parameters(), strict=True):

@@ -1,0 +1,113 @@
+"""Dense attention in the calling convention of this package's attention modules, for cross attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..checks import autocast_inputs
+from .call_checks import check_probabilities
+from .skin import one_dropout
+
+
+class DenseAttention(nn.Module):
+    """Every query attends to every key: `scaled_dot_product_attention` over (b, n, h, d) tensors.
+
+    Args:
+        softmax_scale: factor of the scores, 1 / sqrt(d) by default.
+        attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
+
+    Unlike the other attention modules it takes any number of keys, as cross attention needs it. A query
+    without a visible key gives zeros, not NaN. It has no pattern, and no cache for decoding.
+    """
+
+    takes_other_lengths = True  # read by MultiheadSkin
+
+    def __init__(
+        self,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.dropout = one_dropout(attention_dropout, dropout)
+        check_probabilities(dropout=self.dropout)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query (b, n, h, d), key and value (b, m, h_kv, d) -> (b, n, h, d).
+
+        `attention_mask` is (b, m) bool, True where a key may be attended; is_causal needs n == m.
+        """
+        query, key, value = autocast_inputs(query, key, value)
+        _check(query, key, value, is_causal)
+        mask, empty = _visible(query, is_causal, attention_mask)
+        q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q_bhnd,
+            k_bhnd,
+            v_bhnd,
+            mask,
+            self.dropout if self.training else 0.0,
+            is_causal and mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return (out if empty is None else out.masked_fill(empty, 0.0)).transpose(1, 2)
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """(b, n, m): probabilities without dropout, averaged over the heads."""
+        _check(query, key, key, is_causal)
+        mask, empty = _visible(query, is_causal, attention_mask)
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+        scores = torch.einsum("bihd,bjhd->bhij", query, keys) * scale
+        if mask is None and is_causal:
+            mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+        weights = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        weights = weights.softmax(-1)
+        return (weights if empty is None else weights.masked_fill(empty, 0.0)).mean(1)
+
+    def extra_repr(self) -> str:
+        shown = {"softmax_scale": (self.softmax_scale, None), "dropout": (self.dropout, 0.0)}
+        return ", ".join(f"{name}={value!r}" for name, (value, default) in shown.items() if value != default)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
+    if query.dim() != 4 or key.shape != value.shape or key.dim() != 4:
+        raise ValueError(f"query must be (b, n, h, d), key and value (b, m, h_kv, d), got {shapes}")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"query, key and value must have one b and one d, got {shapes}")
+    if not query.shape[1] or not key.shape[1]:
+        raise ValueError(f"query and key must have at least one position, got {shapes}")
+    if query.shape[2] % key.shape[2]:
+        heads = f"{query.shape[2]} and {key.shape[2]}"
+        raise ValueError(f"the heads of query must be a multiple of those of key and value, got {heads}")
+    if is_causal and query.shape[1] != key.shape[1]:
+        raise ValueError(f"is_causal needs as many keys as queries, got {key.shape[1]} and {query.shape[1]}")
+
+
+def _visible(
+    query: Tensor, is_causal: bool, attention_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What each query may see, (b, 1, 1 or n, m), and the queries that see nothing, for which all is seen."""
+    if attention_mask is None:
+        return None, None
+    mask = attention_mask[:, None, None, :]
+    if is_causal:
+        n = query.shape[1]
+        mask = mask & torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
+    empty = ~mask.any(-1, keepdim=True)
+    return mask | empty, empty

@@ -1,0 +1,213 @@
+"""Settings of the LongNet models: plain data, validated once, written to JSON and read from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from ..core.blocks import check_flags, check_positive_int
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, finite_float, one_of
+from .call_checks import check_positive, check_probabilities
+from .feed_forward import ACTIVATIONS
+from .multihead import MULTIHEAD_KINDS
+from .positions import ENCODINGS
+from .transformer import CROSS_ATTENTIONS
+
+_PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
+_FLAGS = ("sub_layer_norm", "normalize_output", "checkpoint_activations")
+_NOT_OF_ATTENTION = ("batch_first", "cross_attention", "device", "dtype", "num_layers")
+_Config = TypeVar("_Config", bound="StackConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """What all LongNet models have in common: the layers of `LongNetEncoder` and `LongNetDecoder`.
+
+    The fields are the arguments of those classes. `attention_options` go to the attention module of each
+    layer, for example `{"head_offsets": "blocked"}`. All values are plain data: numbers, strings, booleans,
+    None, and sequences and mappings of them. Constructing one validates it, apart from what only an attention
+    module can judge; a `TypeError` or `ValueError` states the rule and the fact.
+    """
+
+    model: ClassVar[str] = ""  # the name of the class that these are the settings of
+    layer_counts: ClassVar[tuple[str, ...]] = ()
+
+    d_model: int = 768
+    nhead: int = 12
+    dim_feedforward: int = 3072
+    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS  # stored as tuples
+    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    drop_path_rate: float = 0.0
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    sub_layer_norm: bool = True
+    normalize_output: bool = True
+    position_encoding: str | None = None
+    num_kv_heads: int | None = None
+    kind: str = "standard"
+    gamma_init: float | None = None
+    checkpoint_activations: bool = False
+    attention_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
+        counts = ("d_model", "nhead", "dim_feedforward", *self.layer_counts)
+        for name in (*counts, *(["num_kv_heads"] if self.num_kv_heads is not None else [])):
+            check_positive_int(name, getattr(self, name))
+        if self.d_model % self.nhead:
+            raise ValueError(f"d_model must be a multiple of nhead, got {self.d_model} and {self.nhead}")
+        if self.num_kv_heads is not None and self.nhead % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide nhead, got {self.num_kv_heads} and {self.nhead}")
+        spec = DilatedSpec(self.segment_lengths, self.dilation_rates)
+        set_field(self, "segment_lengths", spec.segment_lengths)
+        set_field(self, "dilation_rates", spec.dilation_rates)
+        for name in _PROBABILITIES:
+            check_probabilities(**{name: getattr(self, name)})
+            set_field(self, name, float(getattr(self, name)))
+        check_positive((int, float), layer_norm_eps=self.layer_norm_eps)
+        if self.gamma_init is not None:
+            check_positive((int, float), gamma_init=self.gamma_init)
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        one_of("activation", self.activation, tuple(ACTIVATIONS))
+        one_of("kind", self.kind, tuple(MULTIHEAD_KINDS))
+        if self.position_encoding is not None:
+            one_of("position_encoding", self.position_encoding, ENCODINGS)
+        if not isinstance(self.attention_options, Mapping):
+            raise TypeError(f"attention_options must be a mapping, got {self.attention_options!r}")
+        options = _plain("attention_options", self.attention_options)
+        if taken := sorted(options.keys() & {*_NOT_OF_ATTENTION, *(each.name for each in fields(self))}):
+            raise ValueError(f"attention_options must be those of the attention modules, got {taken}")
+        set_field(self, "attention_options", MappingProxyType(options))
+
+    @classmethod
+    def split(cls: type[_Config], settings: Mapping[str, Any]) -> _Config:
+        """The config of a model's keyword arguments: those that are no fields are attention options."""
+        names = {each.name for each in fields(cls)}
+        own = {name: value for name, value in settings.items() if name in names}
+        others = {name: value for name, value in settings.items() if name not in names}
+        given = own.get("attention_options", {})
+        return cls(**{**own, "attention_options": {**given, **others} if others else given})
+
+    def stack_options(self) -> dict[str, Any]:
+        """The arguments of `LongNetEncoder` and `LongNetDecoder` but for the number of layers."""
+        shared = {each.name: getattr(self, each.name) for each in fields(StackConfig)}
+        return {**shared.pop("attention_options"), **shared}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, and under "model" what they are the settings of."""
+        values = {each.name: _plain(each.name, getattr(self, each.name)) for each in fields(self)}
+        return {"model": self.model, **values}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls: type[_Config], values: Mapping[str, Any]) -> _Config:
+        """The config of what `to_dict` gave: absent fields have their defaults, other keys are an error."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a config must be a mapping of names to values, got {type(values).__name__}")
+        if values.get("model") != cls.model:
+            found = repr(values["model"]) if "model" in values else "no such key"
+            raise ValueError(f'a {cls.__name__} must have "model": "{cls.model}", got {found}')
+        names = [each.name for each in fields(cls)]
+        if unknown := [name for name in values if name not in names and name != "model"]:
+            raise ValueError(f"a {cls.__name__} must not have other keys than its fields, got {unknown}")
+        required = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"a {cls.__name__} must have the keys {required}, got no {missing}")
+        return cls(**{name: values[name] for name in names if name in values})
+
+    @classmethod
+    def from_json(cls: type[_Config], text: str) -> _Config:
+        """The config of what `to_json` gave. Not a number, infinities and repeated keys are errors."""
+        try:
+            values = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a config must be JSON, got text that is not: {error}") from None
+        return cls.from_dict(values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)  # a mapping proxy can be neither copied nor pickled
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongNetConfig(StackConfig):
+    """Settings of `LongNet`: those of the layers, their numbers, and how decoder reads encoder."""
+
+    model: ClassVar[str] = "LongNet"
+    layer_counts: ClassVar[tuple[str, ...]] = ("num_encoder_layers", "num_decoder_layers")
+
+    num_encoder_layers: int = 12
+    num_decoder_layers: int = 12
+    cross_attention: str = "dense"
+    position_encoding: str | None = "rotary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
+
+    __hash__ = StackConfig.__hash__
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongNetLMConfig(StackConfig):
+    """Settings of `LongNetLM`: those of the layers, their number, and the tokens'.
+
+    `pad_token` fills rows of generated tokens after their end; it is an ordinary token otherwise.
+    """
+
+    model: ClassVar[str] = "LongNetLM"
+    layer_counts: ClassVar[tuple[str, ...]] = ("vocab_size", "num_layers")
+
+    vocab_size: int
+    num_layers: int = 12
+    position_encoding: str | None = "xpos"
+    tie_embeddings: bool = True
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(tie_embeddings=self.tie_embeddings)
+        pad = self.pad_token
+        if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size:
+            raise ValueError(f"pad_token must be a token below vocab_size {self.vocab_size}, got {pad!r}")
+
+    __hash__ = StackConfig.__hash__
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A copy of plain data with dicts for mappings and tuples for sequences; anything else is an error."""
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{name} must have strings as keys, got {odd}")
+        return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(name, each) for each in value)
+    if isinstance(value, float):
+        return finite_float(name, value)
+    if value is not None and not isinstance(value, (bool, int, str)):
+        raise TypeError(f"{name} must be plain data, which a file can hold, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"a config must not repeat keys, got {sorted({x for x in names if names.count(x) > 1})}"
+        )
+    return values
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"the numbers of a config must be finite, got {text}")

@@ -1,0 +1,244 @@
+"""Stacks of transformer layers in the structure of torchscale's LongNet: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..core.blocks import check_flags, check_positive_int
+from ..decode import DilatedKVCache
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .call_checks import check_embedded, check_probabilities
+from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, magneto_gamma
+
+
+class LongNetStack(nn.Module):
+    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common."""
+
+    _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_layers: int = 12,
+        *,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        dim_feedforward: int = 3072,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        drop_path_rate: float = 0.0,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        sub_layer_norm: bool = True,
+        normalize_output: bool = True,
+        position_encoding: str | None = None,
+        num_kv_heads: int | None = None,
+        kind: str = "standard",
+        gamma_init: float | None = None,
+        checkpoint_activations: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **layer_options: Any,
+    ) -> None:
+        super().__init__()
+        check_positive_int("num_layers", num_layers)
+        check_flags(normalize_output=normalize_output, checkpoint_activations=checkpoint_activations)
+        check_flags(sub_layer_norm=sub_layer_norm)
+        check_probabilities(drop_path_rate=drop_path_rate)
+        if "batch_first" in layer_options:
+            raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
+        if gamma_init is None:
+            gamma_init = self._gamma(num_layers, layer_options) if sub_layer_norm else 1.0
+        self.d_model, self.checkpoint_activations = d_model, checkpoint_activations
+        self.layers = nn.ModuleList(
+            self._layer_class(
+                d_model,
+                nhead,
+                segment_lengths,
+                dilation_rates,
+                dim_feedforward,
+                dropout,
+                activation,
+                layer_norm_eps,
+                attention_dropout=attention_dropout,
+                activation_dropout=activation_dropout,
+                drop_path=drop_path_rate * depth / max(1, num_layers - 1),
+                sub_layer_norm=sub_layer_norm,
+                gamma_init=gamma_init,
+                num_kv_heads=num_kv_heads,
+                position_encoding=position_encoding,
+                kind=kind,
+                device=device,
+                dtype=dtype,
+                **layer_options,
+            )
+            for depth in range(num_layers)
+        )
+        self.layer_norm = (
+            nn.LayerNorm(d_model, layer_norm_eps, True, True, device, dtype) if normalize_output else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialises all layers, as after `.to_empty()`."""
+        for layer in self._typed_layers():
+            layer.reset_parameters()
+        if self.layer_norm is not None:
+            self.layer_norm.reset_parameters()
+
+    def make_caches(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[DilatedKVCache]:
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadSkin.make_cache`."""
+        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
+
+    def _typed_layers(self) -> list[DilatedTransformerEncoderLayer]:
+        return [each for each in self.layers if isinstance(each, DilatedTransformerEncoderLayer)]
+
+    @staticmethod
+    def _gamma(num_layers: int, layer_options: dict[str, Any]) -> float:
+        return magneto_gamma(num_layers, 0)
+
+    def _run(
+        self,
+        x: Tensor,
+        call: Callable[..., Tensor],
+        caches: Sequence[DilatedKVCache] | None,
+        return_all: bool,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Applies `call(layer, x, cache)` layer by layer, then the final norm."""
+        check_embedded("x", x, self.d_model, "(b, n, d_model)")
+        check_flags(return_all=return_all)
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(f"caches must hold one for each of {len(self.layers)} layers, got {len(caches)}")
+        recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
+        states = [x] if return_all else []
+        for index, layer in enumerate(self.layers):
+            cache = None if caches is None else caches[index]
+            if recompute and cache is None:
+                x = checkpoint(call, layer, x, None, use_reentrant=False)
+            else:
+                x = call(layer, x, cache)
+            if return_all:
+                states.append(x)
+        out = x if self.layer_norm is None else self.layer_norm(x)
+        return (out, states) if return_all else out
+
+
+class LongNetEncoder(LongNetStack):
+    """Encoder layers and a final norm over (b, n, d_model); loads state dicts of torchscale's encoder layers.
+
+    Args:
+        d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
+        segment_lengths, dilation_rates: of the attention of all layers, one entry a branch.
+        dropout, attention_dropout, activation_dropout: see `DilatedTransformerEncoderLayer`.
+        drop_path_rate: of the last layer; those before grow linearly from 0.
+        normalize_output: end with `layer_norm`.
+        gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
+            stack; 1 without sub_layer_norm.
+        checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
+            layer once more; in training only.
+        layer_options: what else `DilatedTransformerEncoderLayer` takes, such as position_encoding,
+            num_kv_heads, kind, head_offsets or tail.
+
+    It embeds nothing: tokens, tiles and their absolute positions are the caller's.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        return_all: bool = False,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) -> (b, n, d_model).
+
+        Args:
+            key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only.
+            return_all: also return the list of input and outputs of all layers, before the final norm.
+            caches: from `make_caches`: x holds the next n tokens of each row. Needs is_causal=True and no
+                gradients.
+            lengths: (b,) ints, how many of the n tokens of each row are real, with caches only.
+        """
+
+        def call(layer: nn.Module, x: Tensor, cache: DilatedKVCache | None) -> Tensor:
+            out: Tensor = layer(x, None, key_padding_mask, is_causal, cache=cache, lengths=lengths)
+            return out
+
+        return self._run(x, call, caches, return_all)
+
+
+class LongNetDecoder(LongNetStack):
+    """Decoder layers and a final norm over (b, n, d_model), causal; loads those of torchscale's decoder.
+
+    Args:
+        cross_attention: "dense", "dilated" or None; see `DilatedTransformerDecoderLayer`.
+        gamma_init: by default `magneto_gamma` of a decoder, with cross attention of one behind an encoder.
+        The others are those of `LongNetEncoder`.
+    """
+
+    _layer_class = DilatedTransformerDecoderLayer
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_layers: int = 12,
+        *,
+        cross_attention: str | None = "dense",
+        **options: Any,
+    ) -> None:
+        super().__init__(d_model, nhead, num_layers, cross_attention=cross_attention, **options)
+
+    @staticmethod
+    def _gamma(num_layers: int, layer_options: dict[str, Any]) -> float:
+        # The number of encoder layers plays no part in the gain of a decoder that has an encoder.
+        num_encoder_layers = 0 if layer_options["cross_attention"] is None else 1
+        return magneto_gamma(num_encoder_layers, num_layers, is_decoder=True)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        is_causal: bool = True,
+        *,
+        return_all: bool = False,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
+
+        Args:
+            memory: needed unless cross_attention is None; m == n with "dilated".
+            key_padding_mask, memory_key_padding_mask: (b, n) and (b, m) bool, True where a key is ignored.
+            is_causal: False attends in both directions.
+            return_all, caches, lengths: as in `LongNetEncoder.forward`.
+        """
+
+        def call(layer: nn.Module, x: Tensor, cache: DilatedKVCache | None) -> Tensor:
+            out: Tensor = layer(
+                x,
+                memory,
+                tgt_key_padding_mask=key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=is_causal,
+                cache=cache,
+                lengths=lengths,
+            )
+            return out
+
+        return self._run(x, call, caches, return_all)

@@ -1,0 +1,273 @@
+"""`LongNetViT`: a LongNet encoder over the tiles of a slide, as Prov-GigaPath's slide encoder is one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.blocks import check_flags
+from .checkpoint_files import read_checkpoint
+from .longnet_config import StackConfig
+from .longnet_stack import LongNetEncoder
+from .longnet_vit_config import GIGAPATH_RATES, LongNetViTConfig, gigapath_segment_lengths
+from .pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors
+from .slide_positions import cell_embeddings, tile_cells
+
+GIGAPATH_FILE = "slide_encoder.pth"
+_Model = TypeVar("_Model", bound="LongNetViT")
+
+
+class LongNetViT(PretrainedModel):
+    """Embeds a slide from the embeddings and the places of its tiles: Prov-GigaPath's slide encoder.
+
+    Tiles are projected to embed_dim, get the sine-cosine embedding of their place, and follow a class token
+    through `encoder`, a `LongNetEncoder`. The names of the weights are those of Prov-GigaPath's checkpoint,
+    and the defaults its sizes. No table of positions is held, and any device serves.
+
+    Args:
+        in_chans: features of a tile's embedding.
+        embed_dim, depth, nhead: width, layers and heads of the encoder; embed_dim is a multiple of 4.
+        dim_feedforward: hidden features of each layer, 4 * embed_dim by default.
+        slide_ngrids, tile_size: a slide is a grid of slide_ngrids x slide_ngrids tiles of tile_size pixels.
+        max_wsi_size: pixels along a side of the largest slide, which gives the default of segment_lengths.
+        global_pool: embed a slide by the mean of its tiles instead of the class token.
+        segment_lengths, dilation_rates: of the attention; see `gigapath_segment_lengths` for the default.
+        dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
+        options: further settings of `LongNetViTConfig`, such as `checkpoint_activations=True`, and of
+            `DilatedAttention`. `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs
+            them. `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix
+            branches as constants; by default gradients are the true ones.
+    """
+
+    config_class = LongNetViTConfig
+
+    def __init__(
+        self,
+        in_chans: int = 1536,
+        embed_dim: int = 768,
+        depth: int = 12,
+        nhead: int = 16,
+        *,
+        dim_feedforward: int | None = None,
+        slide_ngrids: int = 1000,
+        tile_size: int = 256,
+        max_wsi_size: int = 262144,
+        global_pool: bool = False,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] = GIGAPATH_RATES,
+        dropout: float = 0.25,
+        drop_path_rate: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        own = {
+            "in_chans": in_chans,
+            "d_model": embed_dim,
+            "num_layers": depth,
+            "nhead": nhead,
+            "dim_feedforward": 4 * embed_dim if dim_feedforward is None else dim_feedforward,
+            "slide_ngrids": slide_ngrids,
+            "tile_size": tile_size,
+            "global_pool": global_pool,
+            "segment_lengths": segment_lengths,
+            "dilation_rates": dilation_rates,
+            "dropout": dropout,
+            "drop_path_rate": drop_path_rate,
+        }
+        if segment_lengths is None:
+            own["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
+        if twice := sorted(own.keys() & options.keys()):
+            raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
+        torchscale = {"head_offsets": "blocked", "tail": "phantom"}
+        given = {**torchscale, **options.pop("attention_options", {})}
+        self.config = LongNetViTConfig.split({**own, "attention_options": given, **options})
+        self.patch_embed = nn.Sequential(
+            OrderedDict(proj=nn.Linear(in_chans, embed_dim, device=device, dtype=dtype))
+        )
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, device=device, dtype=dtype))
+        self.dropout = nn.Dropout(self.config.dropout)
+        stack = self.config.stack_options()
+        self.encoder = LongNetEncoder(num_layers=depth, **stack, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises all but `encoder`. Call it after those of submodules."""
+        nn.init.xavier_uniform_(self.patch_embed.get_parameter("proj.weight"))
+        nn.init.zeros_(self.patch_embed.get_parameter("proj.bias"))
+        nn.init.normal_(self.cls_token, std=0.02)
+        self.norm.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        padding_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Tiles (b, n, in_chans) at coords (b, n, 2) -> [embedding (b, embed_dim)] of each slide.
+
+        Args:
+            x: embeddings of tiles, floating point, converted to the dtype of the weights.
+            coords: pixels of a corner of each tile, integers, float32 or float64; the cell of a tile is
+                floor(coords / tile_size), which must lie on the grid.
+            all_layer_embed: return the embeddings of the encoder's input and of all depth layers. These are
+                taken before the encoder's last norm, as in Prov-GigaPath: the last is not that of False.
+            padding_mask: (b, n) bool, True where there is no tile. What is there is not read, so each slide
+                has the embedding that it has alone: slides of one number of tiles run together, the others
+                one after the other.
+        """
+        self._check(x, coords, padding_mask)
+        check_flags(all_layer_embed=all_layer_embed)
+        if padding_mask is None:
+            return self._embed(x, coords, all_layer_embed)
+        kept = ~padding_mask
+        counts = kept.sum(1).tolist()
+        if not all(counts):
+            raise ValueError(
+                f"each slide must have at least one tile, got {counts} tiles that are no padding"
+            )
+        groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
+        found = []
+        for rows in groups:
+            tiles, places = (each[rows][kept[rows]] for each in (x, coords))
+            tiles, places = (each.view(len(rows), -1, each.shape[-1]) for each in (tiles, places))
+            found.append(self._embed(tiles, places, all_layer_embed))
+        order = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
+        return [torch.cat(states)[order] for states in zip(*found, strict=True)]
+
+    def forward_features(self, x: Tensor, coords: Tensor, all_layer_embed: bool = False) -> list[Tensor]:
+        """The states (b, 1 + n, embed_dim) of class token and tiles that `forward` takes its embeddings from.
+
+        They lack the last `norm`. There is no padding here: give slides of one number of tiles.
+        """
+        self._check(x, coords, None)
+        check_flags(all_layer_embed=all_layer_embed)
+        return self._states(x, coords, all_layer_embed)
+
+    @classmethod
+    def from_config(
+        cls: type[_Model],
+        config: StackConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """A new model with the settings `config`, a `LongNetViTConfig`, and initial weights."""
+        if not isinstance(config, LongNetViTConfig):
+            raise TypeError(
+                f"the config of a {cls.__name__} must be a LongNetViTConfig, got {type(config).__name__}"
+            )
+        return cls(**_arguments(config), device=device, dtype=dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Model],
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> _Model:
+        """The model of a folder or file, in evaluation mode.
+
+        Args:
+            folder: a folder of `save_pretrained`, a folder that holds Prov-GigaPath's slide_encoder.pth, or a
+                file: .safetensors, or of torch.save with a state dict, also under "model".
+            device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
+            options: arguments of the class that differ from those saved, such as `global_pool=True`. Of a
+                file the sizes are read from the weights, but for the number of heads (16 unless given).
+
+        Keys that are missing, unexpected or of another shape are an error that names them.
+        """
+        path = Path(folder)
+        if path.is_dir():
+            path /= WEIGHTS_FILE if (path / WEIGHTS_FILE).is_file() else GIGAPATH_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"a slide encoder must be a file, or a folder that holds {WEIGHTS_FILE} and {CONFIG_FILE}, "
+                f"or {GIGAPATH_FILE}, got no file {path}"
+            )
+        state = read_checkpoint(path, device=device)
+        saved = path.parent / CONFIG_FILE
+        if path.name == WEIGHTS_FILE and saved.is_file():
+            settings = _arguments(LongNetViTConfig.from_json(saved.read_text(encoding="utf-8")))
+        else:
+            settings = _sizes(state, source=str(path))
+        model = cls(**{**settings, **options}, device="meta")
+        assign_tensors(model, state, dtype=dtype, source=str(path))
+        return model.eval()
+
+    def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
+        states = self._states(x, coords, all_layers)
+        if self.config.global_pool:
+            return [self.norm(state[:, 1:].mean(1)) for state in states]
+        return [self.norm(state[:, 0]) for state in states]
+
+    def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
+        config, cls_token = self.config, self.cls_token
+        cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
+        tiles = self.patch_embed(x.to(cls_token.dtype))
+        tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
+        tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
+        if all_layers:
+            states: list[Tensor] = self.encoder(self.dropout(tokens), return_all=True)[1]
+            return states
+        return [self.encoder(self.dropout(tokens))]
+
+    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
+        for name, tensor in {"x": x, "coords": coords}.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
+        in_chans = self.config.in_chans
+        if x.dim() != 3 or x.shape[2] != in_chans or not x.shape[0] or not x.shape[1]:
+            rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
+            raise ValueError(f"{rule}, got {tuple(x.shape)}")
+        if coords.shape != (*x.shape[:2], 2):
+            shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+        if getattr(self.encoder.layers[0].get_submodule("self_attn.attention"), "is_sharded", False):
+            raise ValueError(
+                "each process must have whole slides, which start with a class token, got attention over a "
+                "sequence that several processes share"
+            )
+        if padding_mask is None:
+            return
+        if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool:
+            got = padding_mask.dtype if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
+            raise TypeError(f"padding_mask must be a bool tensor, True where there is no tile, got {got}")
+        if padding_mask.shape != x.shape[:2]:
+            shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
+
+
+def _arguments(config: LongNetViTConfig) -> dict[str, Any]:
+    """The arguments of `LongNetViT` that give this config."""
+    settings = config.to_dict()
+    del settings["model"]
+    return {"embed_dim": settings.pop("d_model"), "depth": settings.pop("num_layers"), **settings}
+
+
+def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
+    """The arguments of `LongNetViT` that the shapes of a state dict tell."""
+    for name in ("patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight"):
+        if name not in state or state[name].dim() != 2:
+            got = f"one of {tuple(state[name].shape)}" if name in state else "none"
+            raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
+    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
+    layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
+    dim_feedforward = len(state["encoder.layers.0.ffn.fc1.weight"])
+    sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
+    return {**sizes, "dim_feedforward": dim_feedforward}

@@ -1,0 +1,96 @@
+"""A call of a multihead module: its arguments together, and what they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..core.blocks import check_flags
+from ..decode import DilatedKVCache
+from .attention import DilatedAttention
+from .call_checks import attended_keys, check_causal_mask, check_embedded, check_positions
+
+
+class Call(NamedTuple):
+    """The arguments of `MultiheadSkin.forward`, and the layout in which its tensors are."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    need_weights: bool
+    attn_mask: Tensor | None
+    is_causal: bool
+    positions: Tensor | None
+    cache: DilatedKVCache | None
+    lengths: Sequence[int] | Tensor | None
+    batch_first: bool
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Batch, number of queries, number of keys."""
+        time = 1 if self.batch_first else 0
+        return self.query.shape[1 - time], self.query.shape[time], self.key.shape[time]
+
+    def attended(self, embed_dim: int) -> Tensor | None:
+        """Checks flags, inputs and masks, and returns the mask of keys that may be attended, (b, m)."""
+        check_flags(need_weights=self.need_weights, is_causal=self.is_causal)
+        self._check_inputs(embed_dim)
+        b, n, m = self.sizes()
+        if self.attn_mask is not None:
+            if n != m:
+                raise ValueError(f"attn_mask needs as many keys as queries, got {m} and {n}")
+            check_causal_mask(self.attn_mask, n)
+        if self.positions is not None:
+            check_positions(self.positions, b, n)
+        ignored = self.key_padding_mask
+        return None if ignored is None else attended_keys(ignored, b, m, self.query.device)
+
+    def _check_inputs(self, embed_dim: int) -> None:
+        layout = "(b, n, embed_dim)" if self.batch_first else "(n, b, embed_dim)"
+        for name in ("query", "key", "value"):
+            check_embedded(name, getattr(self, name), embed_dim, layout)
+        batch = 0 if self.batch_first else 1
+        key, value = self.key.shape, self.value.shape
+        if key != value or key[batch] != self.query.shape[batch]:
+            shapes = f"{tuple(self.query.shape)}, {tuple(key)} and {tuple(value)}"
+            raise ValueError(f"key and value need one shape with the batch of query, got {shapes}")
+
+    def check_one_length(self, why: str) -> None:
+        if self.query.shape != self.key.shape:
+            shapes = f"{tuple(self.query.shape)}, {tuple(self.key.shape)} and {tuple(self.value.shape)}"
+            raise ValueError(f"{why} need one shape of query, key and value, got {shapes}")
+
+    def check_cached(self, attention: Any) -> None:
+        """Raises where a call with a cache asks for what no cache can give, or the cache is another's."""
+        check_decodes(attention)
+        cache = self.cache
+        if not isinstance(cache, DilatedKVCache):
+            raise TypeError(f"cache must be a DilatedKVCache, got {type(cache).__name__}")
+        if not self.is_causal:
+            raise ValueError("a cache holds the past of causal attention, got is_causal=False")
+        for name in ("key_padding_mask", "attn_mask"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} does not go with a cache (lengths says what is real), got one")
+        if self.need_weights:
+            raise ValueError("need_weights needs all keys, which a cache does not keep, got both")
+        if attention._dropout_now:
+            dropout = attention.spec.dropout_p
+            raise ValueError(f"a cache has no dropout, got {dropout} in training: call eval() first")
+        for name in ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets"):
+            own, other = getattr(attention.spec, name), getattr(cache.spec, name)
+            if own != other:
+                raise ValueError(f"cache must be one of make_cache: its {name} is {other}, not {own}")
+        if cache.batch_size != self.sizes()[0]:
+            sizes = f"{cache.batch_size} and {self.sizes()[0]}"
+            raise ValueError(f"cache and query must have as many rows, got {sizes}")
+
+
+def check_decodes(attention: Any) -> None:
+    """Raises unless the attention is dilated, in one process."""
+    if not isinstance(attention, DilatedAttention):
+        kind = type(attention).__name__
+        raise ValueError(f"a cache needs dilated attention, whose segments bound it, got a {kind}")
+    if attention.is_sharded:
+        raise ValueError("a cache needs the sequence in one process, got a part of it in each")

@@ -1,0 +1,181 @@
+"""Position encodings of queries and keys: rotary (arXiv:2104.09864) and XPOS (arXiv:2212.10554)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..spec import finite_float, one_of
+from .call_checks import check_positive, require
+
+ENCODINGS = ("rotary", "xpos")
+DEFAULT_ROTARY_BASE = 10000.0
+DEFAULT_XPOS_SCALE_BASE = 512.0
+
+
+def make_position_encoding(
+    kind: str | None,
+    head_dim: int,
+    segment_lengths: Sequence[int] | None = None,
+    *,
+    rotary_base: float = DEFAULT_ROTARY_BASE,
+    xpos_scale_base: float = DEFAULT_XPOS_SCALE_BASE,
+) -> RotaryEmbedding | None:
+    """The encoding of a kind, None, "rotary" or "xpos"; an option that the kind does not read is refused."""
+    if kind is not None:
+        one_of("position_encoding", kind, ENCODINGS)
+    if kind is None and rotary_base != DEFAULT_ROTARY_BASE:
+        raise ValueError(f"rotary_base is for a position encoding, got {rotary_base} and none")
+    if kind != "xpos" and xpos_scale_base != DEFAULT_XPOS_SCALE_BASE:
+        raise ValueError(
+            f"xpos_scale_base is for position_encoding 'xpos', got {xpos_scale_base} and {kind!r}"
+        )
+    if kind is None:
+        return None
+    if kind == "rotary":
+        return RotaryEmbedding(head_dim, rotary_base)
+    return XPos(head_dim, segment_lengths, rotary_base, xpos_scale_base)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns features (2i, 2i + 1) of queries and keys by position * base ** (-2i / d), so that scores depend
+    on the difference of positions only.
+
+    Args:
+        head_dim: d, even.
+        base: longest wavelength over 2 pi.
+
+    Angles are computed in float64, so that positions of many millions stay exact; the turn itself in float32,
+    or float64 for float64. Pairs are neighbours, as in torchscale, not halves as in Llama. There are no
+    parameters and no tables.
+    """
+
+    def __init__(self, head_dim: int, base: float = DEFAULT_ROTARY_BASE) -> None:
+        super().__init__()
+        check_positive(int, head_dim=head_dim)
+        if head_dim % 2:
+            raise ValueError(
+                f"position encodings turn pairs of features, head_dim must be even, got {head_dim}"
+            )
+        check_positive((int, float), base=base)
+        self.head_dim, self.base = head_dim, float(base)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned."""
+        cos, sin = self._turns(positions)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def check_given(self, positions: Tensor, own: Tensor) -> None:
+        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every angle, float64 (n, 1, d / 2) or (b, n, 1, d / 2)."""
+        where = _float64_device(positions.device)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=where) / self.head_dim
+        angles = positions.to(where, torch.float64)[..., None, None] * self.base**-pairs
+        return angles.cos(), angles.sin()
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, base={self.base}"
+
+
+class XPos(RotaryEmbedding):
+    """`RotaryEmbedding` whose scores also fade with the distance: those of features (2i, 2i + 1) by
+    zeta_i ** ((query position - key position) / scale_base), zeta_i = (2i + 0.4 d) / (1.4 d).
+
+    Queries are multiplied by zeta ** (position / scale_base) and keys divided by it, as in torchscale. These
+    factors stay bounded over any length: positions count anew after each common multiple of the segment
+    lengths, which changes no score, for no segment lies in two of its periods. Where a period is so long that
+    the factors would leave the range of the dtype, positions beyond that are refused.
+
+    Made for causal attention: a query that sees keys after it gives them scores that grow with the distance.
+
+    Args:
+        head_dim, base: as in `RotaryEmbedding`.
+        segment_lengths: of the attention; None if it is not bounded by segments.
+        scale_base: positions over which the factor falls to zeta.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        segment_lengths: Sequence[int] | None = None,
+        base: float = DEFAULT_ROTARY_BASE,
+        scale_base: float = DEFAULT_XPOS_SCALE_BASE,
+    ) -> None:
+        super().__init__(head_dim, base)
+        if finite_float("xpos_scale_base", scale_base) <= 0:
+            raise ValueError(f"xpos_scale_base must be positive, got {scale_base}")
+        self.scale_base = float(scale_base)
+        period = None if segment_lengths is None else math.lcm(*segment_lengths)
+        self.period = None if period is None or period >= 2**62 else period  # or no position reaches it
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned, scaled."""
+        cos, sin = self._turns(positions)
+        factor = self._factors(positions, q.dtype)
+        return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
+
+    def check_given(self, positions: Tensor, own: Tensor) -> None:
+        if self.period is None:
+            return
+        message = (
+            f"positions must lie in one period of xpos, 0 .. {self.period - 1}, or differ from those of the "
+            "tokens by multiples of it, or segments would lie in two periods; got others"
+        )
+        inside = ((positions >= 0) & (positions < self.period)).all()
+        require(inside | ((positions - own) % self.period == 0).all(), message)
+
+    def reach(self, dtype: torch.dtype) -> int:
+        """Positions whose factors, and their inverses, have a finite square in `dtype`."""
+        smallest = 0.4 / 1.4
+        exponent = math.log(torch.finfo(dtype).max) / 2 / -math.log(smallest)
+        return int(2 * exponent * self.scale_base)
+
+    def _factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of queries, float64 (n, 1, d / 2) or (b, n, 1, d / 2)."""
+        reach, where = self.reach(dtype), _float64_device(positions.device)
+        local = positions if self.period is None else positions % self.period
+        if self.period is None or self.period > reach:
+            period = "no period" if self.period is None else f"a period of {self.period}"
+            message = (
+                f"xpos factors of {dtype} reach over {reach} positions (a larger xpos_scale_base or a wider "
+                f"dtype reaches further, and segment lengths with a smaller common multiple repeat "
+                f"earlier), got a position beyond, with {period}"
+            )
+            require(((local >= 0) & (local < reach)).all(), message)
+        half = min(reach, self.period or reach) // 2
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=where)
+        zeta = (pairs + 0.4 * self.head_dim) / (1.4 * self.head_dim)
+        exponents = (local - half).to(where, torch.float64) / self.scale_base
+        return zeta ** exponents[..., None, None]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale_base={self.scale_base}, period={self.period}"
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (each.to(x.device, dtype) for each in (cos, sin))
+    pairs = x.to(dtype).unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
+    # Complex numbers are several times as fast on a CPU; compilers fuse real ones, and not these.
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        whole = pairs if _views_as_complex(pairs) else pairs.contiguous()
+        turned = torch.view_as_real(torch.view_as_complex(whole) * torch.complex(cos, sin))
+    else:
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def _views_as_complex(pairs: Tensor) -> bool:
+    *others, last = pairs.stride()
+    return last == 1 and not any(stride % 2 for stride in (*others, pairs.storage_offset()))
+
+
+def _float64_device(device: torch.device) -> torch.device:
+    """Where float64 is computed for a device: Apple's GPUs have none."""
+    return torch.device("cpu") if device.type == "mps" else device

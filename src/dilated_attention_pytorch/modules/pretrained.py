@@ -1,0 +1,159 @@
+"""Models in folders: settings as JSON, weights as safetensors. What does not fit is refused."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .longnet_config import StackConfig
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+_Model = TypeVar("_Model", bound="PretrainedModel")
+
+
+class PretrainedModel(nn.Module):
+    """A module that is built from a config alone, and so can be saved and loaded."""
+
+    config_class: ClassVar[type[StackConfig]]
+    config: Any
+
+    @classmethod
+    def from_config(
+        cls: type[_Model],
+        config: StackConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """A new model with the settings `config` and initial weights."""
+        if not isinstance(config, cls.config_class):
+            rule = f"the config of a {cls.__name__} must be a {cls.config_class.__name__}"
+            raise TypeError(f"{rule}, got {type(config).__name__}")
+        settings = {name: value for name, value in config.to_dict().items() if name != "model"}
+        return cls(**settings, device=device, dtype=dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes config.json and model.safetensors into `folder`, which is made if need be.
+
+        Files that are there are replaced as a whole or not at all. Needs the package safetensors.
+        """
+        state = self.state_dict()
+        if unready := [name for name, tensor in state.items() if tensor.is_meta]:
+            raise ValueError(
+                f"a model must have its weights to be saved, got {unready[0]} on the meta device"
+            )
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with replacing(path / WEIGHTS_FILE) as weights, replacing(path / CONFIG_FILE) as config:
+            write_tensors(weights, state)
+            config.write_text(self.config.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Model],
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """The model that `save_pretrained` wrote into `folder`, in evaluation mode.
+
+        The weights have the dtype of the file, or `dtype`. No second copy of them is made: the model is built
+        without memory and takes the tensors of the file. Keys that are missing, unexpected or of another
+        shape are an error that names them. Needs the package safetensors.
+        """
+        path = Path(folder)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (path / name).is_file():
+                raise FileNotFoundError(
+                    f"a model's folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got no {path / name}"
+                )
+        config = cls.config_class.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        model = cls.from_config(config, device="meta")
+        state = read_tensors(path / WEIGHTS_FILE, device=device)
+        assign_tensors(model, state, dtype=dtype, source=str(path / WEIGHTS_FILE))
+        return model.eval()
+
+
+def assign_tensors(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    source: str = "the state",
+) -> None:
+    """Makes the tensors of `state` the parameters and buffers of `model`, whose own may be without memory.
+
+    Everything must fit: the names, and the shapes. Floating-point tensors are converted to `dtype` if given.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    own = model.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in state]
+    problems += [f"{name} is unexpected" for name in state if name not in own]
+    for name, tensor in own.items():
+        given = state.get(name)
+        if given is not None and given.shape != tensor.shape:
+            problems.append(f"{name} must be {tuple(tensor.shape)}, got {tuple(given.shape)}")
+        elif given is not None and given.is_floating_point() != tensor.is_floating_point():
+            problems.append(f"{name} must be like {tensor.dtype}, got {given.dtype}")
+    if problems:
+        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise ValueError(f"{source} does not fit a {type(model).__name__} of this config: {shown}")
+    fitting = {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+    model.load_state_dict(fitting, strict=True, assign=True)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{source} must hold all tensors of the model, got no {name}, which is not saved"
+            )
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of `tensors`. One that stands under several names is written several times."""
+    from safetensors.torch import save_file
+
+    copies: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().contiguous()
+        # The format refuses tensors that share memory.
+        shares = plain.untyped_storage().data_ptr() in places
+        copies[name] = plain.clone() if shares else plain
+        places.add(copies[name].untyped_storage().data_ptr())
+    save_file(copies, path, metadata={"format": "pt"})
+
+
+def read_tensors(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on `device` (the CPU by default)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path, device=str(torch.device("cpu" if device is None else device))))
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a safetensors file, got one that is not: {error}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write, which takes its place if the block ends well and is deleted if not."""
+    # Not a temporary file of the system: those are private, while this one is to have the usual mode.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,299 @@
+"""Transformer layers over dilated attention: pre-norm MAGNETO blocks (arXiv:2210.06423) as LongNet has them.
+
+Attributes have the names of torchscale, so that its state dicts load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.blocks import check_flags
+from ..decode import DilatedKVCache
+from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
+from .call_checks import check_embedded
+from .dense import DenseAttention
+from .feed_forward import DropPath, FeedForward, magneto_gamma
+from .multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention, MultiheadSkin
+
+CROSS_ATTENTIONS = ("dense", "dilated")
+
+
+__all__ = [
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "FeedForward",
+    "magneto_gamma",
+]
+
+
+class DilatedTransformerEncoderLayer(nn.Module):
+    """x + self_attn(norm(x)), then x + ffn(norm(x)); called like `nn.TransformerEncoderLayer`.
+
+    Args:
+        d_model, nhead, dim_feedforward: features, heads, and features inside the feed-forward part.
+        segment_lengths, dilation_rates: of the attention, one entry a branch.
+        dropout, attention_dropout, activation_dropout: of both outputs, of attention weights, and inside the
+            feed-forward part; in training only.
+        drop_path: probability that a row of the batch skips a part, in training only.
+        activation: "gelu", "relu" or "swish".
+        sub_layer_norm: MAGNETO's norms before the last projection of either part.
+        gamma_init: gain of the initial weights; `magneto_gamma` gives it by depth.
+        num_kv_heads, position_encoding, attention_options: of the attention; see `MultiheadDilatedAttention`.
+        kind: of the attention, one of `MULTIHEAD_KINDS`.
+        batch_first: tensors are (b, n, d_model); (n, b, d_model) if False.
+
+    Always pre-norm: there is no norm_first. In an `nn.TransformerEncoder` pass enable_nested_tensor=False.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        *,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        sub_layer_norm: bool = True,
+        gamma_init: float = 1.0,
+        num_kv_heads: int | None = None,
+        position_encoding: str | None = None,
+        kind: str = "standard",
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention_options: Any,
+    ) -> None:
+        super().__init__()
+        check_flags(sub_layer_norm=sub_layer_norm, batch_first=batch_first)
+        one_of("kind", kind, tuple(MULTIHEAD_KINDS))
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
+        self.self_attn: MultiheadDilatedAttention = MULTIHEAD_KINDS[kind](
+            d_model,
+            nhead,
+            segment_lengths,
+            dilation_rates,
+            attention_dropout,
+            layer_norm=sub_layer_norm,
+            num_kv_heads=num_kv_heads,
+            position_encoding=position_encoding,
+            batch_first=batch_first,
+            **shared,
+            **attention_options,
+        )
+        self.self_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
+        self.ffn = FeedForward(
+            d_model,
+            dim_feedforward,
+            dropout=dropout,
+            activation_dropout=activation_dropout,
+            activation=activation,
+            layer_norm=sub_layer_norm,
+            **shared,
+        )
+        self.final_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path, batch_first=batch_first)
+
+    def reset_parameters(self) -> None:
+        """Initialises all parts, as after `.to_empty()`."""
+        for part in self.children():
+            if isinstance(part, (MultiheadSkin, FeedForward, nn.LayerNorm)):
+                part.reset_parameters()
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        cache: DilatedKVCache | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """src (b, n, d_model) -> (b, n, d_model).
+
+        Args:
+            src_mask: None or the square causal mask; is_causal=True is the cheap way to say it.
+            src_key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only: the output has
+                values at padded positions, too.
+            cache, lengths: as in `MultiheadSkin.forward`, with is_causal=True.
+        """
+        self._check_input("src", src)
+        x = self._attend_self(src, src_mask, src_key_padding_mask, is_causal, cache, lengths)
+        return self._feed_forward(x)
+
+    def _check_input(self, name: str, x: Tensor) -> None:
+        layout = "(b, n, d_model)" if self.self_attn.batch_first else "(n, b, d_model)"
+        check_embedded(name, x, self.self_attn.embed_dim, layout)
+
+    def _attend_self(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cache: DilatedKVCache | None,
+        lengths: Sequence[int] | Tensor | None,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            self.self_attn_layer_norm(x),
+            key_padding_mask=key_padding_mask,
+            attn_mask=mask,
+            is_causal=is_causal,
+            cache=cache,
+            lengths=lengths,
+        )
+        out: Tensor = x + self.drop_path(self.dropout(attended))
+        return out
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.drop_path(self.ffn(self.final_layer_norm(x)))
+        return out
+
+
+class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
+    """The encoder layer with attention to a memory between its parts; called like
+    `nn.TransformerDecoderLayer`.
+
+    Args:
+        cross_attention: "dense" attends to all of a memory of any length, "dilated" in the pattern of the
+            self-attention to a memory of the same length, whose positions correspond, None to no memory.
+            Without sub-layer norm and position encoding, as in torchscale.
+        The others are those of `DilatedTransformerEncoderLayer`.
+
+    With a cache dense attention projects the memory anew in each call.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        *,
+        cross_attention: str | None = "dense",
+        attention_dropout: float = 0.0,
+        gamma_init: float = 1.0,
+        num_kv_heads: int | None = None,
+        kind: str = "standard",
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if cross_attention is not None:
+            one_of("cross_attention", cross_attention, CROSS_ATTENTIONS)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        heads: dict[str, Any] = {
+            "num_kv_heads": num_kv_heads,
+            "gamma_init": gamma_init,
+            "batch_first": batch_first,
+        }
+        super().__init__(
+            d_model,
+            nhead,
+            segment_lengths,
+            dilation_rates,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            attention_dropout=attention_dropout,
+            kind=kind,
+            **heads,
+            **placed,
+            **options,
+        )
+        self.cross_attention = cross_attention
+        self.encoder_attn: MultiheadSkin | None = None
+        self.encoder_attn_layer_norm: nn.LayerNorm | None = None
+        if cross_attention is None:
+            return
+        self.encoder_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
+        shape: dict[str, Any] = {**heads, **placed, "layer_norm": False}
+        if cross_attention == "dense":
+            dense = DenseAttention(attention_dropout=attention_dropout)
+            self.encoder_attn = MultiheadSkin(d_model, nhead, dense, **shape)
+        else:
+            unlike = ("activation_dropout", "drop_path", "sub_layer_norm", "position_encoding")
+            pattern = {name: value for name, value in options.items() if name not in unlike}
+            make: Callable[..., MultiheadSkin] = MULTIHEAD_KINDS[kind]
+            branches = (segment_lengths, dilation_rates, attention_dropout)
+            self.encoder_attn = make(d_model, nhead, *branches, **shape, **pattern)
+
+    def forward(  # type: ignore[override]
+        self,
+        tgt: Tensor,
+        memory: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = True,
+        memory_is_causal: bool = False,
+        *,
+        cache: DilatedKVCache | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """tgt (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
+
+        Causal by default, unlike the layer of torch, whose `nn.TransformerDecoder` says tgt_is_causal=False
+        unless it gets the causal tgt_mask.
+
+        Args:
+            memory: needed unless cross_attention is None.
+            tgt_mask, memory_mask: None or the square causal mask, as in `MultiheadSkin.forward`.
+            tgt_key_padding_mask, memory_key_padding_mask: (b, n) and (b, m) bool, True where ignored.
+            cache, lengths: of the self-attention, as in `MultiheadSkin.forward`.
+        """
+        self._check_input("tgt", tgt)
+        self._check_memory(memory, memory_mask, memory_key_padding_mask, memory_is_causal, cache)
+        x = self._attend_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, cache, lengths)
+        if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
+            attended, _ = self.encoder_attn(
+                self.encoder_attn_layer_norm(x),
+                memory,
+                key_padding_mask=memory_key_padding_mask,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+            )
+            x = x + self.drop_path(self.dropout(attended))
+        return self._feed_forward(x)
+
+    def _check_memory(
+        self,
+        memory: Tensor | None,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cache: DilatedKVCache | None,
+    ) -> None:
+        check_flags(memory_is_causal=is_causal)
+        if self.cross_attention is None:
+            given = {"memory": memory, "memory_mask": mask, "memory_key_padding_mask": key_padding_mask}
+            names = [name for name, value in given.items() if value is not None]
+            if names or is_causal:
+                got = ", ".join(names or ["memory_is_causal"])
+                raise ValueError(f"a layer without cross attention takes no memory, got {got}")
+        elif memory is None:
+            raise ValueError(f"{self.cross_attention} cross attention needs a memory, got None")
+        elif cache is not None and self.cross_attention == "dilated":
+            raise ValueError(
+                "dilated cross attention needs all of the target beside its memory, got a cache "
+                "(cross_attention='dense' decodes)"
+            )

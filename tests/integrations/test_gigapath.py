@@ -1,0 +1,455 @@
+"""Prov-GigaPath's slide encoder: its names, sizes and formulas, its file, and slides of different sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.integrations.gigapath import load_gigapath_state
+from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
+from dilated_attention_pytorch.modules.longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
+from integrations.transcription import (
+    Settings,
+    State,
+    position_table,
+    random_state,
+    slide_encoder,
+    slide_shapes,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-9
+GRID, TILE = 11, 10
+SMALL = {"in_chans": 6, "embed_dim": 12, "depth": 2, "nhead": 3, "dim_feedforward": 20}
+GRIDDED = {"slide_ngrids": GRID, "tile_size": TILE, "segment_lengths": (16, 70), "dilation_rates": (1, 3)}
+
+
+def small_state() -> dict[str, Tensor]:
+    return random_state(slide_shapes(6, 2, 12, 20))
+
+
+def small_model(state: State | None = None, **options: Any) -> LongNetViT:
+    model = LongNetViT(**{**SMALL, **GRIDDED, "dtype": torch.float64, **options}).eval()
+    if state is not None:
+        load_gigapath_state(model, state)
+    return model
+
+
+def slides(b: int, n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, n, 6, dtype=torch.float64), torch.randint(0, GRID * TILE, (b, n, 2))
+
+
+def how(**options: Any) -> Settings:
+    return Settings(**{"heads": 3, "segments": (16, 70), "rates": (1, 3), **options})
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 69, 70, 211])
+@pytest.mark.parametrize("global_pool", [False, True])
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_embeddings_equal_the_transcription(n: int, global_pool: bool, all_layers: bool) -> None:
+    state, (x, coords) = small_state(), slides(2, n)
+    found = small_model(state, global_pool=global_pool)(x, coords, all_layer_embed=all_layers)
+    options: dict[str, Any] = {"grid": GRID, "tile_size": TILE, "global_pool": global_pool}
+    expected = slide_encoder(state, x, coords, how(), **options, all_layers=all_layers)
+    assert len(found) == len(expected) == (3 if all_layers else 1)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == (2, 12)
+        assert (a - b).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("n", "nhead"), [(999, 12), (5000, 3)])
+def test_long_slides_with_heads_that_are_no_multiple_of_the_rates_equal_the_transcription(
+    n: int, nhead: int
+) -> None:
+    state, (x, coords) = small_state(), slides(1, n)
+    pattern = {"segment_lengths": (128, 333, 1250), "dilation_rates": (1, 5, 16)}
+    [found] = small_model(state, nhead=nhead, **pattern)(x, coords)
+    settings = how(heads=nhead, segments=(128, 333, 1250), rates=(1, 5, 16))
+    [expected] = slide_encoder(state, x, coords, settings, grid=GRID, tile_size=TILE)
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("detach_mixing", [False, True])
+def test_gradients_equal_those_of_the_transcription(detach_mixing: bool) -> None:
+    state, (x, coords) = small_state(), slides(2, 111)
+    model = small_model(state, detach_mixing=detach_mixing)
+    assert model.config.attention_options["tail"] == "phantom"
+    x.requires_grad_()
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
+    ours = dict(model.named_parameters())
+    settings = how(detach_mixing=detach_mixing)
+    [found], [expected] = (
+        model(x, coords),
+        slide_encoder(leaves, x, coords, settings, grid=GRID, tile_size=TILE),
+    )
+    weight = torch.randn_like(expected)
+    got = torch.autograd.grad((found * weight).sum(), [x, *(ours[name] for name in leaves)])
+    wanted = torch.autograd.grad((expected * weight).sum(), [x, *leaves.values()])
+    for name, a, b in zip(["x", *leaves], got, wanted, strict=True):
+        assert (a - b).abs().max() < TOLERANCE * max(1.0, b.abs().max().item()), name
+
+
+def test_the_states_of_all_tiles_are_there_for_the_asking() -> None:
+    state, (x, coords) = small_state(), slides(2, 23)
+    model = small_model(state)
+    states = model.forward_features(x, coords, all_layer_embed=True)
+    assert [each.shape for each in states] == [(2, 24, 12)] * 3
+    table = position_table(12, GRID, torch.float64)
+    cell = coords // TILE
+    tiles = nn.functional.linear(x, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"])
+    expected = tiles + table[1 + cell[..., 0] * GRID + cell[..., 1]]
+    assert (states[0][:, 1:] - expected).abs().max() < TOLERANCE
+    [last] = model.forward_features(x, coords)
+    assert torch.equal(model.norm(last[:, 0]), model(x, coords)[0])
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+@pytest.mark.parametrize("place", ["right", "left", "anywhere"])
+def test_padding_changes_nothing_in_any_row(global_pool: bool, place: str) -> None:
+    """Rows differ in how segments clamp and tails fill, so each must be what it is alone."""
+    model = small_model(small_state(), global_pool=global_pool)
+    x, coords = slides(4, 90)
+    counts = [90, 13, 71, 13]
+    padding = torch.arange(90) >= torch.tensor(counts)[:, None]
+    if place == "left":
+        padding = padding.flip(1)
+    if place == "anywhere":
+        padding = torch.stack([row[torch.randperm(90)] for row in padding])
+    x[padding], coords[padding] = math.nan, -7
+    x.requires_grad_()
+    found = model(x, coords, True, padding)
+    assert [each.shape for each in found] == [(4, 12)] * 3
+    for row in range(4):
+        kept = ~padding[row]
+        alone = model(x[row : row + 1, kept], coords[row : row + 1, kept], True)
+        for a, b in zip(found, alone, strict=True):
+            assert (a[row] - b[0]).abs().max() < TOLERANCE
+    [gradient] = torch.autograd.grad(sum(each.square().sum() for each in found), x)
+    assert not gradient[padding].any()
+    assert gradient[~padding].any()
+    [wanted] = torch.autograd.grad(
+        sum(each.square().sum() for each in model(x[2:3, ~padding[2]], coords[2:3, ~padding[2]], True)), x
+    )
+    assert (gradient[2] - wanted[2]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["improved", "ring"])
+def test_other_kinds_of_attention_take_the_same_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, (x, coords) = small_state(), slides(2, 90)
+    model = small_model(state, kind=kind)
+    [expected] = slide_encoder(state, x, coords, how(), grid=GRID, tile_size=TILE)
+    assert (model(x, coords)[0] - expected).abs().max() < TOLERANCE
+    attention = model.encoder.layers[0].get_submodule("self_attn.attention")
+    monkeypatch.setattr(type(attention), "is_sharded", True)
+    with pytest.raises(ValueError, match="each process must have whole slides"):
+        model(x, coords)
+
+
+def test_names_shapes_and_count_are_those_of_the_published_model() -> None:
+    model = LongNetViT(device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 86_330_880
+    assert {name: tuple(x.shape) for name, x in model.state_dict().items()} == slide_shapes(
+        1536, 12, 768, 3072
+    )
+    assert model.config.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    assert model.config.dilation_rates == (1, 2, 4, 8, 16)
+    assert model.norm.eps == 1e-6
+    spec = model.encoder.layers[0].get_submodule("self_attn.attention").spec
+    assert (spec.head_offsets, spec.tail, spec.detach_mixing) == ("blocked", "phantom", False)
+
+
+@pytest.mark.parametrize(
+    ("size", "tile", "expected"),
+    [
+        (262144, 256, (1024, 5792, 32768, 185363, 1048576)),
+        (65536, 256, (1024, 2896, 8192, 23170, 65536)),
+        (100000, 256, (1024, 3444, 11585, 38967, 131072)),  # 390 ** 2 tiles are more than 2 ** 17
+        (256, 256, (1024, 181, 32, 5, 1)),
+    ],
+)
+def test_segment_lengths_follow_the_size_of_the_slide(
+    size: int, tile: int, expected: tuple[int, ...]
+) -> None:
+    assert gigapath_segment_lengths(size, tile) == expected
+    assert LongNetViT(**SMALL, max_wsi_size=size, tile_size=tile).config.segment_lengths == expected
+
+
+def test_positions_are_those_of_a_table_of_all_cells() -> None:
+    state = {name: torch.zeros_like(tensor) for name, tensor in small_state().items()}
+    model = small_model(state)
+    rows, columns = torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="ij")
+    coords = torch.stack([rows, columns], -1).view(1, -1, 2) * TILE
+    offset = torch.rand(coords.shape, dtype=torch.float64) * (TILE - 1e-6)
+    table = position_table(12, GRID, torch.float64)
+    for places in (coords, coords + TILE - 1, coords + offset, (coords + offset).float()):
+        [states, *_] = model.forward_features(torch.zeros(1, GRID * GRID, 6), places, all_layer_embed=True)
+        assert (states[0] - table).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [([110, 0], "110, 0"), ([0, 110], "0, 110"), ([-1, 5], "-1, 5"), ([5.0, math.nan], "5.0, nan")],
+)
+def test_a_tile_outside_the_grid_is_refused(place: list[float], shown: str) -> None:
+    x, coords = slides(2, 5)
+    coords = coords.double() if any(isinstance(each, float) for each in place) else coords
+    coords[1, 3] = torch.tensor(place)
+    with pytest.raises(ValueError, match=rf"below .* 11 x 10 = 110, got a tile at \[{re.escape(shown)}\]"):
+        small_model()(x, coords)
+
+
+def test_bad_input_is_an_error_that_states_rule_and_fact() -> None:
+    model, (x, coords) = small_model(), slides(2, 5)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (TypeError, "x must be a tensor, got list", ([], coords)),
+        (TypeError, "coords must be a tensor, got NoneType", (x, None)),
+        (TypeError, "x must be a floating-point tensor, got torch.int64", (x.long(), coords)),
+        (ValueError, r"in_chans 6 .*, got \(2, 5, 5\)", (x[..., :5], coords)),
+        (ValueError, r"at least one tile, got \(2, 0, 6\)", (x[:, :0], coords[:, :0])),
+        (ValueError, r"coords must have the shape \(b, n, 2\)", (x, coords[:, :4])),
+        (TypeError, "coords must be integers, float32 or float64, got torch.float16", (x, coords.half())),
+        (TypeError, "all_layer_embed must be a bool", (x, coords, 1)),
+        (TypeError, "padding_mask must be a bool tensor.*torch.int64", (x, coords, False, padding.long())),
+        (ValueError, r"padding_mask must have the shape \(b, n\)", (x, coords, False, padding[:1])),
+        (
+            ValueError,
+            r"at least one tile, got \[5, 0\]",
+            (x, coords, False, padding.index_fill(0, torch.tensor(1), True)),
+        ),
+    ]
+    for kind, message, arguments in cases:
+        with pytest.raises(kind, match=message):
+            model(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 6}, "embed_dim must be a multiple of 4, .* got 6"),
+        ({"nhead": 5}, "must be a multiple of nhead"),
+        ({"slide_ngrids": 0}, "slide_ngrids must be a positive integer, got 0"),
+        ({"segment_lengths": None, "max_wsi_size": 5}, "max_wsi_size must be at least tile_size 10"),
+        ({"segment_lengths": None}, "must have the same length, got 5 and 2"),
+        ({"dropout": 1.5}, "dropout must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LongNetViT(**{**SMALL, **GRIDDED, **options})
+
+
+def test_names_of_settings_are_not_given_twice_or_made_up() -> None:
+    with pytest.raises(TypeError, match=r"by other names, got \['d_model'\]"):
+        LongNetViT(**SMALL, **GRIDDED, d_model=12)
+    with pytest.raises(TypeError, match="windows"):
+        LongNetViT(**SMALL, **GRIDDED, windows=3)
+
+
+def published(folder: Path, state: State, name: str = "slide_encoder.pth") -> Path:
+    """A file as Prov-GigaPath publishes it."""
+    torch.save({"model": dict(state)}, folder / name)
+    return folder / name
+
+
+def test_the_published_file_loads_by_file_and_by_folder(tmp_path: Path) -> None:
+    state, (x, coords) = small_state(), slides(2, 50)
+    path = published(tmp_path, state)
+    (tmp_path / "config.json").write_text('{"architecture": "that of the tile encoder beside it"}')
+    [expected] = small_model(state, global_pool=True)(x, coords)
+    for source in (path, str(tmp_path)):
+        model = LongNetViT.from_pretrained(source, nhead=3, global_pool=True, **GRIDDED)
+        assert not model.training
+        assert model.config.dim_feedforward == 20
+        assert torch.equal(model(x, coords)[0], expected)
+    single = LongNetViT.from_pretrained(path, nhead=3, dtype=torch.float32, **GRIDDED)
+    assert {parameter.dtype for parameter in single.parameters()} == {torch.float32}
+
+
+def test_a_saved_model_comes_back_with_its_settings(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    x, coords = slides(2, 50)
+    model = small_model(small_state(), global_pool=True, detach_mixing=True, kernel="eager")
+    model.save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        again = LongNetViT.from_pretrained(source)
+        assert again.config == model.config
+        assert torch.equal(again(x, coords)[0], model(x, coords)[0])
+    other = LongNetViT.from_pretrained(tmp_path, global_pool=False, checkpoint_activations=True)
+    assert other.config.checkpoint_activations
+    assert other.config.attention_options == model.config.attention_options
+    assert torch.equal(other(x, coords)[0], small_model(model.state_dict(), kernel="eager")(x, coords)[0])
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["model"] == "LongNetViT"
+    assert settings["segment_lengths"] == [16, 70]
+    (tmp_path / "config.json").unlink()
+    told = {"nhead": 3, "global_pool": True, "kernel": "eager", **GRIDDED}
+    bare = LongNetViT.from_pretrained(tmp_path / "model.safetensors", **told)
+    assert torch.equal(bare(x, coords)[0], model(x, coords)[0])
+
+
+def test_a_file_that_does_not_fit_is_refused_with_the_fact(tmp_path: Path) -> None:
+    state = small_state()
+    path = published(tmp_path, state)
+    with pytest.raises(ValueError, match=r"cls_token must be \(1, 1, 24\), got \(1, 1, 12\)"):
+        LongNetViT.from_pretrained(path, embed_dim=24, nhead=3)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.1\.\S+ is unexpected"):
+        LongNetViT.from_pretrained(path, depth=1, nhead=3)
+    del state["norm.bias"]
+    with pytest.raises(ValueError, match=r"norm\.bias is missing"):
+        LongNetViT.from_pretrained(published(tmp_path, state), nhead=3)
+    with pytest.raises(ValueError, match=r"slide encoder with a matrix patch_embed\.proj\.weight, got none"):
+        LongNetViT.from_pretrained(published(tmp_path, {"norm.bias": torch.zeros(2)}))
+    with pytest.raises(FileNotFoundError, match=r"or slide_encoder\.pth, got no file \S+absent\.pth"):
+        LongNetViT.from_pretrained(tmp_path / "absent.pth")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"got no file \S+empty/slide_encoder\.pth"):
+        LongNetViT.from_pretrained(tmp_path / "empty")
+
+
+class Hostile:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('ran')",)
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
+    path = tmp_path / "slide_encoder.pth"
+    torch.save({"model": small_state(), "args": Hostile()}, path)
+    with pytest.raises(ValueError, match="tensors and plain data only"):
+        LongNetViT.from_pretrained(path)
+    path.write_bytes(pickle.dumps(Hostile(), protocol=2))
+    with pytest.raises(ValueError, match="tensors and plain data only"):
+        LongNetViT.from_pretrained(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="tensors and plain data only"):
+        LongNetViT.from_pretrained(path)
+    for held, got in (([1], "a list"), ({"epoch": 3}, "'epoch': a int"), ({}, "{}")):
+        torch.save(held, path)
+        with pytest.raises(ValueError, match=f"must be a state dict, or hold one .*got {re.escape(got)}"):
+            LongNetViT.from_pretrained(path)
+
+
+def test_loading_into_a_model_reports_names(tmp_path: Path) -> None:
+    state = small_state()
+    held = {f"slide_encoder.{name}": tensor for name, tensor in state.items()}
+    held |= {"slide_encoder.pos_embed": torch.zeros(1, 3, 12), "classifier.0.weight": torch.zeros(2, 12)}
+    model = small_model()
+    report = load_gigapath_state(model, {"model": held, "epoch": 3}, prefix="slide_encoder.")
+    assert report.missing == report.unexpected == ()
+    assert report.dropped == ("pos_embed",)
+    assert report.outside == ("classifier.0.weight",)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+    short = {name: tensor for name, tensor in state.items() if name != "cls_token"}
+    with pytest.raises(ValueError, match="cls_token is missing; odd is unexpected"):
+        load_gigapath_state(model, {**short, "odd": torch.zeros(1)})
+    report = load_gigapath_state(model, {**short, "odd": torch.zeros(1)}, strict=False)
+    assert (report.missing, report.unexpected) == (("cls_token",), ("odd",))
+    with pytest.raises(ValueError, match=r"cls_token must be \(1, 1, 12\), got \(12,\)"):
+        load_gigapath_state(model, {**state, "cls_token": torch.zeros(12)}, strict=False)
+    with pytest.raises(ValueError, match="mixture of experts"):
+        load_gigapath_state(model, {**state, "encoder.layers.0.moe_layer.gate.wg.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"need .*tail='phantom', got tail='exact'"):
+        load_gigapath_state(small_model(tail="exact"), state)
+    with pytest.raises(TypeError, match="model must be a LongNetViT, got Linear"):
+        load_gigapath_state(nn.Linear(1, 1), state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state must be a state dict, or hold one"):
+        load_gigapath_state(model, {"epoch": 3})
+
+
+def test_the_full_model_loads_a_file_that_it_saved(tmp_path: Path) -> None:
+    model = LongNetViT(dtype=torch.bfloat16).eval()
+    published(tmp_path, model.state_dict())
+    again = LongNetViT.from_pretrained(tmp_path)
+    assert sum(parameter.numel() for parameter in again.parameters()) == 86_330_880
+    assert again.config == model.config
+    x, coords = torch.randn(1, 5, 1536), torch.randint(0, 256000, (1, 5, 2))
+    assert torch.equal(again(x, coords)[0], model(x, coords)[0])
+
+
+def test_training_drops_and_evaluation_does_not() -> None:
+    model, (x, coords) = small_model(small_state(), dropout=0.5, drop_path_rate=0.0), slides(1, 20)
+    assert torch.equal(model(x, coords)[0], model(x, coords)[0])
+    model.train()
+    [states, *_] = model.forward_features(x, coords, all_layer_embed=True)
+    dropped = (states == 0).double().mean().item()  # of the input of the first layer
+    assert 0.3 < dropped < 0.7
+    model(x, coords)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_checkpointed_activations_give_the_same_gradients() -> None:
+    state, (x, coords) = small_state(), slides(2, 20)
+    gradients = []
+    for checkpoint_activations in (False, True):
+        model = small_model(
+            state, checkpoint_activations=checkpoint_activations, dropout=0.0, drop_path_rate=0.0
+        ).train()
+        model(x, coords)[0].square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_half_precision_and_autocast_stay_close() -> None:
+    state, (x, coords) = small_state(), slides(2, 90)
+    [expected] = small_model(state)(x, coords)
+    single = small_model(state, dtype=torch.float32)
+    assert (single(x.half(), coords)[0] - expected).abs().max() < 0.02  # tile encoders give half precision
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        [found] = single(x.float(), coords)
+    assert (found - expected).abs().max() < 0.1
+    half = small_model(state, dtype=torch.bfloat16)
+    assert half(x, coords)[0].dtype == torch.bfloat16
+    assert (half(x, coords)[0] - expected).abs().max() < 0.2
+
+
+def test_a_model_without_memory_gets_it_and_is_initialised() -> None:
+    with torch.device("meta"):
+        model = LongNetViT(**SMALL, **GRIDDED)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x, coords = slides(1, 9)
+    assert model.eval()(x, coords)[0].isfinite().all()
+    assert 0.005 < model.cls_token.std() < 0.05
+
+
+def test_config_is_that_of_a_slide_encoder() -> None:
+    model = small_model()
+    assert LongNetViTConfig.from_json(model.config.to_json()) == model.config
+    assert LongNetViT.from_config(model.config).config == model.config
+    with pytest.raises(ValueError, match=r"got \['windows'\]"):
+        LongNetViTConfig.from_dict({**model.config.to_dict(), "windows": 3})
+    with pytest.raises(TypeError, match="must be a LongNetViTConfig, got dict"):
+        LongNetViT.from_config({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="global_pool must be a bool"):
+        LongNetViTConfig(global_pool=1)  # type: ignore[arg-type]
+
+
+def test_example_encodes_a_large_slide_in_little_memory() -> None:
+    """One layer of the full width: further layers add their weights, 28 MB each, and reuse the rest."""
+    command = [sys.executable, str(ROOT / "examples" / "encode_slide.py"), "--depth", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "10000 tiles in" in result.stdout
+    assert "embedding (1, 768)" in result.stdout
+    found = re.search(r"^peak memory (\S+) GB$", result.stdout, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) + 11 * 0.03 < 4.0

@@ -1,0 +1,369 @@
+"""State dicts of torchscale's LongNet: loaded, they give what a plain transcription of its formulas gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilated_attention_pytorch.integrations.torchscale import (
+    decoder_from_torchscale,
+    encoder_from_torchscale,
+    load_torchscale_state,
+)
+from dilated_attention_pytorch.integrations.torchscale_config import torchscale_settings
+from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder
+from integrations.transcription import Settings, State, layer_shapes, random_state, stack
+
+TOLERANCE = 1e-9
+
+
+def config(part: str, heads: int, segments: Any, rates: Any, **more: Any) -> dict[str, Any]:
+    """Settings of torchscale for two layers with four features a head."""
+    sizes = {"embed_dim": 4 * heads, "attention_heads": heads, "ffn_embed_dim": 24, "layers": 2}
+    own = {f"{part}_{name}": value for name, value in sizes.items()}
+    # torchscale takes lists as text.
+    return {**own, "segment_length": str(list(segments)), "dilated_ratio": str(list(rates)), **more}
+
+
+def weights(heads: int, **shape: bool) -> dict[str, Tensor]:
+    return random_state(layer_shapes(2, 4 * heads, 24, **shape))
+
+
+def assert_equal(
+    module: LongNetEncoder | LongNetDecoder, state: State, how: Settings, n: int, m: int | None = None
+) -> None:
+    """Outputs and the gradients of inputs and of all weights are those of the transcription."""
+    width = 4 * how.heads
+    x = torch.randn(2, n, width, dtype=torch.float64, requires_grad=True)
+    memory = [torch.randn(2, m, width, dtype=torch.float64, requires_grad=True)] if m else []
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
+    out, expected = module(x, *memory), stack(leaves, "", x, how, *memory)
+    assert (out - expected).abs().max() < TOLERANCE
+    weight = torch.randn_like(expected)
+    ours = dict(module.named_parameters())
+    found = torch.autograd.grad((out * weight).sum(), [x, *memory, *(ours[name] for name in leaves)])
+    wanted = torch.autograd.grad((expected * weight).sum(), [x, *memory, *leaves.values()])
+    for name, a, b in zip(["x", *["memory"] * len(memory), *leaves], found, wanted, strict=True):
+        assert (a - b).abs().max() < TOLERANCE * max(1.0, b.abs().max().item()), name
+
+
+# Segments that do not divide the length, lengths below and above them, heads that are no multiple of rates.
+ENCODERS = [
+    (1, 4, (8, 32), (1, 2)),
+    (2, 3, (2, 5), (2, 4)),
+    (7, 5, (4, 100), (1, 3)),
+    (63, 3, (16, 40, 70), (1, 2, 4)),
+    (64, 4, (16, 64), (1, 4)),
+    (501, 6, (30, 121, 1000), (1, 4, 16)),
+    (1999, 3, (128, 750), (2, 5)),
+    (5000, 2, (64, 333, 1600), (1, 3, 16)),
+]
+
+
+@pytest.mark.parametrize("detach_mixing", [True, False])
+@pytest.mark.parametrize(("n", "heads", "segments", "rates"), ENCODERS)
+def test_encoder_equals_transcription(
+    n: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], detach_mixing: bool
+) -> None:
+    state = weights(heads)
+    encoder = encoder_from_torchscale(
+        config("encoder", heads, segments, rates), state, dtype=torch.float64, detach_mixing=detach_mixing
+    )
+    assert_equal(encoder, state, Settings(heads, segments, rates, detach_mixing=detach_mixing), n)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "segments", "rates", "xpos"),
+    [
+        (1, 4, (8, 32), (1, 2), True),
+        (63, 3, (16, 40), (1, 4), True),
+        (501, 5, (30, 121, 1000), (1, 4, 16), True),
+        (700, 2, (64, 333), (1, 3), False),
+        (3001, 2, (128, 640), (1, 8), True),
+    ],
+)
+def test_causal_decoder_equals_transcription(
+    n: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], xpos: bool
+) -> None:
+    state = weights(heads)
+    positions = {"xpos_rel_pos": xpos, **({"xpos_scale_base": 64} if xpos else {})}
+    given_state = dict(state)
+    if xpos:
+        given_state |= {
+            f"layers.{layer}.self_attn.xpos.scale": (torch.arange(0, 4, 2) + 1.6) / 5.6 for layer in range(2)
+        }
+    decoder = decoder_from_torchscale(
+        config("decoder", heads, segments, rates, **positions),
+        given_state,
+        dtype=torch.float64,
+        detach_mixing=True,
+    )
+    assert_equal(decoder, state, Settings(heads, segments, rates, True, xpos_base=64 if xpos else None), n)
+
+
+def test_decoder_with_cross_attention_equals_transcription() -> None:
+    state = weights(3, cross=True)
+    decoder = decoder_from_torchscale(
+        config("decoder", 3, (16, 40), (1, 4)),
+        state,
+        cross_attention="dense",
+        dtype=torch.float64,
+        detach_mixing=True,
+    )
+    assert_equal(decoder, state, Settings(3, (16, 40), (1, 4), True), 63, m=29)
+
+
+def test_relu_without_sub_layer_norms_and_with_another_epsilon_equals_transcription() -> None:
+    state = weights(3, norms=False)
+    more = {"subln": False, "activation_fn": "relu", "layernorm_eps": 1e-3}
+    encoder = encoder_from_torchscale(
+        config("encoder", 3, (16, 40), (1, 4), **more), state, dtype=torch.float64, detach_mixing=True
+    )
+    assert_equal(encoder, state, Settings(3, (16, 40), (1, 4), eps=1e-3, activation="relu"), 63)
+
+
+def test_fused_projections_take_the_separate_ones() -> None:
+    state = weights(3)
+    encoder = encoder_from_torchscale(
+        config("encoder", 3, (16, 40), (1, 4)), state, dtype=torch.float64, kind="improved"
+    )
+    x = torch.randn(2, 63, 12, dtype=torch.float64)
+    expected = stack(state, "", x, Settings(3, (16, 40), (1, 4)))
+    assert (encoder(x) - expected).abs().max() < TOLERANCE
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(1, 200),
+    heads=st.integers(1, 7),
+    branches=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 9)), min_size=1, max_size=3),
+    is_causal=st.booleans(),
+)
+def test_any_pattern_equals_transcription(
+    n: int, heads: int, branches: list[tuple[int, int]], is_causal: bool
+) -> None:
+    torch.manual_seed(n)
+    segments, rates = zip(*branches, strict=True)
+    state = weights(heads)
+    how = Settings(heads, segments, rates, is_causal)
+    make = decoder_from_torchscale if is_causal else encoder_from_torchscale
+    part = "decoder" if is_causal else "encoder"
+    module = make(config(part, heads, segments, rates), state, dtype=torch.float64)
+    x = torch.randn(1, n, 4 * heads, dtype=torch.float64)
+    assert (module(x) - stack(state, "", x, how)).abs().max() < TOLERANCE
+
+
+def encoder_of(**options: Any) -> LongNetEncoder:
+    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
+    return LongNetEncoder(12, 3, 2, **{**shape, "head_offsets": "blocked", "tail": "phantom", **options})
+
+
+def test_prefixes_and_wrappers_are_seen_through_and_the_rest_is_reported() -> None:
+    state = random_state(layer_shapes(2, 12, 24), torch.float32)
+    wrapped = {
+        f"module.encoder.{name}".replace("layers.1.", "layers.1._orig_mod."): x for name, x in state.items()
+    }
+    wrapped |= {"module.decoder.layer_norm.weight": torch.zeros(3), "module.encoder.version": torch.zeros(1)}
+    wrapped["module.encoder.embed_tokens.weight"] = torch.zeros(5, 12)
+    encoder = encoder_of()
+    report = load_torchscale_state(encoder, wrapped, prefix="encoder.", ignore=["embed_tokens."])
+    assert report.missing == report.unexpected == ()
+    assert report.dropped == ("version",)
+    assert report.outside == ("module.decoder.layer_norm.weight", "encoder.embed_tokens.weight")
+    for name, tensor in encoder.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_names_that_differ_are_reported_and_by_default_an_error_that_changes_nothing() -> None:
+    state = random_state(layer_shapes(2, 12, 24), torch.float32)
+    state["layers.7.odd"] = state.pop("layers.1.ffn.fc2.bias")
+    encoder = encoder_of()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    message = r"layers\.1\.ffn\.fc2\.bias is missing; layers\.7\.odd is unexpected"
+    with pytest.raises(ValueError, match=message):
+        load_torchscale_state(encoder, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+    report = load_torchscale_state(encoder, state, strict=False)
+    assert report.missing == ("layers.1.ffn.fc2.bias",)
+    assert report.unexpected == ("layers.7.odd",)
+    after = encoder.state_dict()
+    assert torch.equal(after["layers.1.ffn.fc2.bias"], before["layers.1.ffn.fc2.bias"])
+    assert torch.equal(after["layers.1.ffn.fc2.weight"], state["layers.1.ffn.fc2.weight"])
+
+
+def test_a_wrong_shape_is_an_error_even_if_names_may_differ() -> None:
+    state = random_state(layer_shapes(2, 12, 24), torch.float32)
+    state["layers.0.ffn.fc1.weight"] = torch.zeros(25, 12)
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.fc1\.weight must be \(24, 12\), got \(25, 12\)"):
+        load_torchscale_state(encoder_of(), state, strict=False)
+
+
+def test_weights_keep_the_dtype_and_device_of_the_module() -> None:
+    encoder = encoder_of(dtype=torch.bfloat16)
+    state = weights(3)
+    load_torchscale_state(encoder, state)
+    name = "layers.1.self_attn.q_proj.weight"
+    assert torch.equal(encoder.state_dict()[name], state[name].bfloat16())
+    with pytest.raises(ValueError, match="must have memory to be copied to, got the meta device"):
+        load_torchscale_state(encoder_of(device="meta"), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("relative_position.relative_attention_bias.weight", "relative position bias"),
+        ("layers.1.moe_layer.gate.wg.weight", "mixture of experts"),
+        ("layers.1.self_attn.q_proj.A.weight", "multiway"),
+        ("layers.1.ffn.B.fc1.bias", "multiway"),
+    ],
+)
+def test_what_the_layers_do_not_have_is_refused_by_name(name: str, fact: str) -> None:
+    state = {**weights(3), name: torch.zeros(2)}
+    with pytest.raises(ValueError, match=f"must not have .*{fact}.*{name}"):
+        load_torchscale_state(encoder_of(), state, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_offsets": "interleaved"}, r"need .*head_offsets='blocked'.*got head_offsets='interleaved'"),
+        ({"tail": "exact"}, "got tail='exact' in layer 0"),
+        ({"head_mixing": "grouped"}, "got head_mixing='grouped'"),
+        ({"position_encoding": "xpos"}, r'position_encoding="xpos" needs .*without XPOS'),
+    ],
+)
+def test_a_module_that_attends_otherwise_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_torchscale_state(encoder_of(**options), weights(3))
+
+
+def test_a_decoder_needs_no_phantom_tail_and_xpos_is_checked() -> None:
+    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
+    decoder = LongNetDecoder(12, 3, 2, cross_attention=None, head_offsets="blocked", **shape)
+    state = weights(3)
+    assert load_torchscale_state(decoder, state).missing == ()
+    scale = "layers.0.self_attn.xpos.scale"
+    with pytest.raises(ValueError, match=r'needs position_encoding="xpos", got layers\.0'):
+        load_torchscale_state(decoder, {**state, scale: torch.ones(2)})
+    turned = LongNetDecoder(
+        12, 3, 2, cross_attention=None, head_offsets="blocked", position_encoding="xpos", **shape
+    )
+    with pytest.raises(ValueError, match=r"must be \(2,\) for heads of 4 features, got \(3,\)"):
+        load_torchscale_state(turned, {**state, scale: torch.ones(3)})
+    with pytest.raises(ValueError, match=r"must be \(i \+ 0.4 d\) / \(1.4 d\)"):
+        load_torchscale_state(turned, {**state, scale: torch.ones(2)})
+    right = ((torch.arange(0, 4, 2) + 1.6) / 5.6).half()
+    names = [scale, scale.replace("0", "1")]
+    assert load_torchscale_state(turned, {**state, **dict.fromkeys(names, right)}).dropped == tuple(names)
+
+
+def test_errors_say_what_a_checkpoint_needs() -> None:
+    state = weights(3)
+    with pytest.raises(ValueError, match=r"names of layers start with 'decoder\.', 'encoder\.': see prefix"):
+        load_torchscale_state(
+            encoder_of(), {p + name: x for name, x in state.items() for p in ("encoder.", "decoder.")}
+        )
+    with pytest.raises(ValueError, match="needs sub_layer_norm=False"):
+        load_torchscale_state(encoder_of(), weights(3, norms=False))
+    with pytest.raises(ValueError, match=r"see ignore for 'embed_tokens\.'"):
+        load_torchscale_state(encoder_of(), {**state, "embed_tokens.weight": torch.zeros(5, 12)})
+    with pytest.raises(ValueError, match="and 20 more"):
+        load_torchscale_state(encoder_of(), random_state(layer_shapes(4, 12, 24)))
+
+
+def test_arguments_of_other_types_are_errors() -> None:
+    with pytest.raises(TypeError, match="module must be a LongNetEncoder or a LongNetDecoder, got Linear"):
+        load_torchscale_state(torch.nn.Linear(2, 2), weights(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="state must be a state dict of tensors, got list"):
+        load_torchscale_state(encoder_of(), [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="strict must be a bool"):
+        load_torchscale_state(encoder_of(), weights(3), strict="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ignore must be a sequence of strings, got the string 'embed'"):
+        load_torchscale_state(encoder_of(), weights(3), ignore="embed")
+    with pytest.raises(TypeError, match="prefix must be a string"):
+        load_torchscale_state(encoder_of(), weights(3), prefix=None)  # type: ignore[arg-type]
+    doubled = {**weights(3), "module.layer_norm.bias": torch.zeros(12)}
+    with pytest.raises(ValueError, match=r"got layer_norm\.bias twice"):
+        load_torchscale_state(encoder_of(), doubled)
+    with pytest.raises(ValueError, match="dilated attention, got a BlockSparse"):
+        load_torchscale_state(encoder_of_blocks(), weights(3))
+
+
+def encoder_of_blocks() -> LongNetEncoder:
+    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
+    return LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_size": 8}, **shape)
+
+
+def test_settings_are_translated_and_absent_ones_are_those_of_torchscale() -> None:
+    branches = {"segment_length": "[1024, 2048]", "dilated_ratio": [1, 2]}
+    found = torchscale_settings({**branches, "block_shift": True, "flash_attention": True})
+    assert found["segment_lengths"] == (1024, 2048)
+    assert found["dilation_rates"] == (1, 2)
+    assert [found[name] for name in ("d_model", "nhead", "dim_feedforward", "num_layers")] == [
+        768,
+        12,
+        3072,
+        12,
+    ]
+    assert found["normalize_output"] is found["sub_layer_norm"] is True
+    other = {"decoder_layers": 3, "encoder_layers": 5, "xpos_rel_pos": True, "normalize_output": False}
+    decoder = torchscale_settings({**branches, **other}, "decoder")
+    assert decoder["num_layers"] == 3
+    assert decoder["position_encoding"] == "xpos"
+    assert "normalize_output" not in decoder
+    assert torchscale_settings({**branches, **other})["normalize_output"] is False
+    # torchscale's sub-layer norms imply norms before the residual.
+    assert torchscale_settings({**branches, "encoder_normalize_before": False})["sub_layer_norm"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"deepnorm": True}, "deepnorm must be False, these layers have no residuals scaled by DeepNorm"),
+        ({"moe_freq": 2}, "moe_freq must be 0, .* no mixtures of experts, got 2"),
+        ({"multiway": True}, "multiway must be False"),
+        ({"layernorm_embedding": True}, "no norm of the embeddings"),
+        ({"no_scale_embedding": False}, r"embeddings scaled by sqrt\(embed_dim\)"),
+        ({"rel_pos_buckets": 32, "max_rel_pos": 128}, "relative position bias, got rel_pos_buckets=32"),
+        ({"subln": False, "encoder_normalize_before": False}, "got encoder_normalize_before=False"),
+        ({"dilated_rates": [1]}, r"settings of torchscale's LongNet only, got \['dilated_rates'\]"),
+        (
+            {"segment_length": "__import__('os').getcwd()"},
+            'segment_length must be a list of integers, got "__imp',
+        ),
+        ({"segment_length": None}, "segment_length must be a list of integers, got None"),
+        ({"dilated_ratio": [1, 2.5]}, r"dilated_ratio must be a list of integers, got \[1, 2.5\]"),
+        ({"dilated_ratio": []}, r"dilated_ratio must be a list of integers, got \[\]"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torchscale_settings({"segment_length": [8], "dilated_ratio": [1], **more})
+
+
+def test_settings_of_another_type_or_part_are_errors() -> None:
+    with pytest.raises(TypeError, match="config must be a mapping of torchscale's settings, got str"):
+        torchscale_settings("[1]")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="part must be one of 'encoder', 'decoder', got 'both'"):
+        torchscale_settings({}, "both")
+
+
+def test_the_transcription_tells_wrong_formulas_apart() -> None:
+    """Each choice that sets torchscale apart changes its result, so agreeing with it says something."""
+    state = weights(4)
+    x = torch.randn(1, 63, 16, dtype=torch.float64)
+    how = Settings(4, (16, 40), (1, 2))
+    expected = stack(state, "", x, how)
+    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 2), "dim_feedforward": 24}
+    for options in ({"head_offsets": "interleaved"}, {"tail": "exact"}, {"layer_norm_eps": 1e-3}):
+        pattern = {"head_offsets": "blocked", "tail": "phantom", **options}
+        module = LongNetEncoder(16, 4, 2, **shape, **pattern, dtype=torch.float64)
+        module.load_state_dict(state)
+        assert (module(x) - expected).abs().max() > 1e-5, options
+    assert (stack(state, "", x, replace(how, xpos_base=64)) - expected).abs().max() > 1e-5

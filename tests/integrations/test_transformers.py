@@ -1,0 +1,639 @@
+"""Models of transformers with dilated attention: equal to sdpa, to the reference, and to rows alone."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch.integrations.transformers import (
+    dilated_attention_forward,
+    dilated_attention_mask,
+    register,
+    use_dilated_attention,
+)
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.tolerances import assert_close, assert_same_gradients
+
+FULL = {"segment_lengths": [64], "dilation_rates": [1]}
+DILATED = {"segment_lengths": [4, 16, 64], "dilation_rates": [1, 2, 4]}
+VOCAB = 61
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # logits and attention that are far from uniform
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+PADDED = torch.tensor([[0] * 5 + [1] * 14, [1] * 19, [0] * 12 + [1] * 7])
+MASKS: dict[str, Tensor | None] = {
+    "none": None,
+    "left": PADDED,
+    "right": PADDED.flip(1),
+    "both": torch.stack([PADDED[0], PADDED.flip(1)[0], PADDED[0] * PADDED.flip(1)[2]]),
+}
+
+
+def llama(**options: Any) -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, **options}))
+
+
+def qwen3(**options: Any) -> transformers.PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**{**TINY, "num_key_value_heads": 2, "head_dim": 12, **options})
+    )
+
+
+def deepseek(**options: Any) -> transformers.PreTrainedModel:
+    sizes = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+    }
+    config = transformers.DeepseekV3Config(**{**TINY, **sizes, "first_k_dense_replace": 2, **options})
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def gpt2(**options: Any) -> transformers.PreTrainedModel:
+    options = {**TINY, "bos_token_id": None, "scale_attn_by_inverse_layer_idx": True, **options}
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**dropouts, **options))
+
+
+def bert(**options: Any) -> transformers.PreTrainedModel:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_quiet(options)))
+
+
+def roberta(**options: Any) -> transformers.PreTrainedModel:
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**_quiet(options)))
+
+
+def _quiet(options: dict[str, Any]) -> dict[str, Any]:
+    return {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **options}
+
+
+Make = Callable[..., transformers.PreTrainedModel]
+DECODERS: dict[str, Make] = {
+    "llama": llama,
+    "llama gqa": lambda **options: llama(num_key_value_heads=2, **options),
+    "qwen3": qwen3,
+    "deepseek": deepseek,
+    "gpt2": gpt2,
+}
+ENCODERS: dict[str, Make] = {"bert": bert, "roberta": roberta}
+MODELS = {**DECODERS, **ENCODERS}
+
+
+def made(make: Make, settings: dict[str, Any] | None = None, **options: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = make(**options).eval()
+    if settings is not None:
+        use_dilated_attention(model, settings)
+    return model
+
+
+def twins(
+    make: Make, settings: dict[str, Any]
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedModel]:
+    """The same model with sdpa and with dilated attention."""
+    return made(make, attn_implementation="sdpa"), made(make, settings)
+
+
+def tokens(b: int, n: int) -> Tensor:
+    return torch.randint(1, VOCAB, (b, n), generator=torch.Generator().manual_seed(n))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_full_branch_is_sdpa(model: str, mask: str) -> None:
+    given, ids = MASKS[mask], tokens(3, 19)
+    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    results = []
+    for each in twins(MODELS[model], FULL):
+        out = each(ids, attention_mask=given, labels=ids.masked_fill(~is_token, -100))
+        out.loss.backward()
+        gradients = [p.grad for p in each.parameters() if p.grad is not None]
+        results.append((out.logits[is_token], torch.cat([g.flatten() for g in gradients])))
+    (expected, gradient), (actual, dilated_gradient) = results
+    assert expected.abs().max() > 1.0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    scale = gradient.abs().max().item()
+    torch.testing.assert_close(dilated_gradient, gradient, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("mask", ["none", "left"])
+@pytest.mark.parametrize("model", DECODERS)
+def test_one_full_branch_generates_the_tokens_of_sdpa(model: str, mask: str, options: dict[str, Any]) -> None:
+    ids, how = tokens(3, 19), {"do_sample": False, "max_new_tokens": 12, "disable_compile": True, **options}
+    expected, actual = (
+        each.generate(ids, attention_mask=MASKS[mask], **how) for each in twins(DECODERS[model], FULL)
+    )
+    assert expected.shape == (3, 31)
+    assert len(expected[:, 19:].unique()) > 5
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "use", [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 5}], ids=str
+)
+@pytest.mark.parametrize("mask", ["none", "left"])
+@pytest.mark.parametrize("model", DECODERS)
+def test_dilated_generation_is_the_full_forward(model: str, mask: str, use: dict[str, Any]) -> None:
+    each, ids, given = made(DECODERS[model], DILATED), tokens(3, 19), MASKS[mask]
+    out = each.generate(
+        ids,
+        attention_mask=given,
+        do_sample=False,
+        max_new_tokens=20,
+        disable_compile=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **use,
+    )
+    steps = torch.stack(out.logits, 1)
+    starts = [0] * 3 if given is None else (given == 0).sum(1).tolist()
+    for row, start in enumerate(starts):
+        alone = each(out.sequences[row : row + 1, start:]).logits[0, 18 - start : -1]
+        torch.testing.assert_close(steps[row], alone, rtol=0, atol=1e-4)
+        assert torch.equal(out.sequences[row, 19:], alone.argmax(-1))
+    sdpa = made(DECODERS[model], attn_implementation="sdpa")
+    assert (sdpa(out.sequences).logits[:, 18:-1] - steps).abs().max() > 1e-2  # dilation does something
+
+
+def oracle(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any) -> Any:
+    """The reference as an attention function, for rows without padding."""
+    assert mask is None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    how = {"is_causal": module.is_causal, "scale": kwargs["scaling"]}
+    return dilated_attention_reference(q, k, v, **DILATED, **how), None
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_dilated_rows_are_those_of_the_reference_alone(model: str, mask: str) -> None:
+    if "oracle" not in transformers.AttentionInterface().valid_keys():
+        transformers.AttentionInterface.register("oracle", oracle)  # without a mask function: gets no mask
+    ids, given = tokens(3, 19), MASKS[mask]
+    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    dilated, exact = made(MODELS[model], DILATED), made(MODELS[model], attn_implementation="oracle")
+    positions = (is_token.cumsum(1) - 1).clamp(min=0) + (1 if model == "roberta" else 0)
+    out = dilated(ids, attention_mask=given, position_ids=positions).logits
+    rows = [exact(ids[row, is_token[row]][None]).logits[0] for row in range(3)]
+    torch.testing.assert_close(out[is_token], torch.cat(rows), rtol=0, atol=1e-4)
+    weight = torch.randn_like(out[is_token])
+    gradients = []
+    for each, logits in ((dilated, out[is_token]), (exact, torch.cat(rows))):
+        (logits * weight).sum().backward()
+        gradients.append([p.grad for p in each.parameters()])
+    for actual, expected in zip(*gradients, strict=True):
+        if expected is None:
+            assert actual is None or not actual.any()
+            continue
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-4 * max(1.0, expected.abs().max().item())
+        )
+
+
+@pytest.mark.parametrize("model", ["llama gqa", "bert"])
+def test_dilated_model_trains(model: str) -> None:
+    each, ids = made(MODELS[model], DILATED, initializer_range=0.05).train(), tokens(2, 50)
+    optimizer = torch.optim.AdamW(each.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss = each(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    if model in DECODERS:  # what it learned it can tell
+        out = each.eval().generate(ids[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=40)
+        assert (out == ids).float().mean() > 0.9
+
+
+def test_checkpointed_layers_have_the_same_gradients() -> None:
+    ids, gradients = tokens(2, 33), []
+    for checkpointed in (False, True):
+        each = made(llama, DILATED).train()
+        if checkpointed:
+            each.gradient_checkpointing_enable()
+        each(ids, labels=ids, attention_mask=PADDED[:2, :1].expand(2, 33) | 1).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in each.parameters()]))
+    assert torch.equal(*gradients)
+
+
+# What torch's compiler says to itself where a graph ends, as it does at a mask.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_model_is_the_eager_one() -> None:
+    each = made(llama, DILATED, num_hidden_layers=1)
+    compiled = torch.compile(each, backend="eager")
+    for n, padding in ((19, 0), (33, 6)):
+        mask = torch.ones(2, n, dtype=torch.long)
+        mask[0, :padding] = 0
+        expected, actual = (model(tokens(2, n), attention_mask=mask).logits for model in (each, compiled))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_half_precision_and_autocast_run() -> None:
+    ids, mask = tokens(3, 19), MASKS["left"]
+    exact, half = made(llama, DILATED), made(llama, DILATED).bfloat16()
+    expected = exact(ids, attention_mask=mask).logits[mask.bool()]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = exact(ids, attention_mask=mask).logits[mask.bool()]
+    for actual in (mixed, half(ids, attention_mask=mask).logits[mask.bool()]):
+        assert (actual - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+def test_bidirectional_call_of_a_decoder() -> None:
+    ids, mask = tokens(3, 19), MASKS["left"]
+    expected, actual = (
+        each(ids, attention_mask=mask, is_causal=False).logits[mask.bool()] for each in twins(llama, FULL)
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_documents_packed_by_positions_are_those_alone() -> None:
+    each, ids, lengths = made(llama, DILATED), tokens(2, 19), ((19,), (7, 1, 11))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    out = each(ids, position_ids=positions, use_cache=False).logits
+    for row, parts in enumerate(lengths):
+        alone = [each(part).logits[0] for part in ids[row : row + 1].split(parts, 1)]
+        torch.testing.assert_close(out[row], torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_documents_packed_by_boundaries_are_those_alone() -> None:
+    each, ids, boundaries = (
+        made(llama, DILATED),
+        tokens(1, 19),
+        torch.tensor([0, 7, 8, 19], dtype=torch.int32),
+    )
+    positions = torch.cat([torch.arange(n) for n in (7, 1, 11)])[None]
+    packed = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    out = each(ids, position_ids=positions, use_cache=False, **packed).logits
+    alone = [each(part).logits for part in ids.split((7, 1, 11), 1)]
+    torch.testing.assert_close(out, torch.cat(alone, 1), rtol=0, atol=1e-5)
+
+
+def test_saved_config_keeps_the_settings(tmp_path: Path) -> None:
+    each, ids = made(llama, DILATED), tokens(1, 19)
+    each.save_pretrained(tmp_path)
+    register()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dilated").eval()
+    assert again.config.dilated_attention == DILATED
+    assert torch.equal(again(ids).logits, each(ids).logits)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.dilated_attention = FULL
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=config, attn_implementation="dilated"
+    )
+    assert not torch.equal(other.eval()(ids).logits, each(ids).logits)
+
+
+# The attention function by itself, in float64, against the reference of each row's tokens alone.
+
+
+def layer(is_causal: bool = True, **settings: Any) -> Any:
+    config = SimpleNamespace(dilated_attention={**DILATED, **settings})
+    return SimpleNamespace(config=config, is_causal=is_causal)
+
+
+def expected_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """(b, N, h, d) by the reference over the tokens of each row, zeros elsewhere."""
+    rows = []
+    for row, is_token in enumerate(mask):
+        out = torch.zeros_like(q[row])
+        if is_token.any():
+            parts = (x[row, is_token][None] for x in (q, k, v))
+            out = out.index_put(
+                (is_token.nonzero()[:, 0],), dilated_attention_reference(*parts, **options)[0]
+            )
+        rows.append(out)
+    return torch.stack(rows)
+
+
+@given(data=st.data())
+def test_function_is_the_reference_of_tokens(data: st.DataObject) -> None:
+    b, total, h_kv = (data.draw(st.integers(*bounds)) for bounds in ((1, 3), (1, 40), (1, 2)))
+    n = data.draw(st.integers(1, total))
+    causal = n < total or data.draw(st.booleans())
+    how = {
+        "segment_lengths": data.draw(st.lists(st.integers(1, 50), min_size=2, max_size=2)),
+        "dilation_rates": data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2)),
+        "head_mixing": data.draw(st.sampled_from(["all", "grouped"])),
+        "head_offsets": data.draw(st.sampled_from(["interleaved", "blocked"])),
+        "tail": data.draw(st.sampled_from(["exact", "phantom"])),
+    }
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    q, k, v = (
+        torch.randn(b, total, h, 3, dtype=torch.float64, generator=rng).requires_grad_()
+        for h in (2 * h_kv, h_kv, h_kv)
+    )
+    shares = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.1]), min_size=b, max_size=b))
+    mask = torch.rand(b, total, generator=rng) < torch.tensor(shares)[:, None]
+    expected = expected_rows(q, k, v, mask, is_causal=causal, scale=0.4, **how)[:, -n:]
+    call = [x.transpose(1, 2) for x in (q[:, -n:], k, v)]
+    actual, weights = dilated_attention_forward(layer(causal, **how), *call, mask, scaling=0.4)
+    assert weights is None
+    assert_close(actual, expected, torch.float64)
+    if mask.any():
+        assert_same_gradients(actual, expected, (q, k, v), torch.float64)
+    with torch.no_grad():  # new tokens alone
+        actual, _ = dilated_attention_forward(layer(causal, **how), *call, mask, scaling=0.4)
+    assert_close(actual, expected, torch.float64)
+
+
+def test_new_tokens_read_no_unused_room_of_a_static_cache() -> None:
+    q, k, v = (torch.randn(2, 4, 30, 8) for _ in range(3))
+    k[:, :, 25:], v[:, :, 25:] = torch.nan, torch.nan
+    mask = torch.ones(2, 25, dtype=torch.bool)
+    with torch.no_grad():
+        actual, _ = dilated_attention_forward(layer(), q[:, :, 22:25], k, v, mask)
+    full = (x[:, :, :25].transpose(1, 2) for x in (q, k, v))
+    torch.testing.assert_close(actual, dilated_attention(*full, **DILATED, is_causal=True)[:, 22:])
+
+
+@pytest.mark.parametrize("n", [3, 20])
+def test_dropout_acts(n: int) -> None:
+    q, k, v = (torch.randn(1, 4, 20, 8) for _ in range(3))
+    plain, kept, dropped = (
+        dilated_attention_forward(layer(), q[:, :, -n:], k, v, None, dropout=p)[0] for p in (0.0, 0.5, 1.0)
+    )
+    assert not dropped.any()
+    assert not torch.allclose(plain, kept)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ([64], TypeError, "settings of dilated attention must be a dict, got list"),
+        (
+            {},
+            ValueError,
+            "must include segment_lengths and dilation_rates, got no segment_lengths and dilation_rates",
+        ),
+        ({"segment_lengths": [4]}, ValueError, "got no dilation_rates"),
+        (
+            {**FULL, "dropout": 0.1, "scale": 1.0},
+            ValueError,
+            "must be among segment_lengths, .* got 'dropout', 'scale'",
+        ),
+        ({**FULL, "segment_lengths": [0]}, ValueError, r"segment_lengths must be positive, got \(0,\)"),
+        ({**FULL, "dilation_rates": [1, 2]}, ValueError, "must have the same length, got 1 and 2"),
+        ({**FULL, "kernel": "fast"}, ValueError, "kernel must be"),
+        ({**FULL, "tail": "none"}, ValueError, "tail must be one of"),
+    ],
+    ids=str,
+)
+def test_bad_settings(settings: Any, error: type[Exception], message: str) -> None:
+    each = made(llama)
+    with pytest.raises(error, match=message):
+        use_dilated_attention(each, settings)
+    assert each.config._attn_implementation == "sdpa"
+    register()
+    each.set_attn_implementation("dilated")
+    each.config.dilated_attention = settings
+    with pytest.raises(error, match=message):
+        each(tokens(1, 5))
+
+
+def test_settings_are_needed() -> None:
+    register()
+    each = made(llama, attn_implementation="dilated")
+    with pytest.raises(
+        ValueError, match=r"needs its settings, as in config.dilated_attention = .* LlamaConfig"
+    ):
+        each(tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my_sdpa", "a/b", "", 3])
+def test_bad_names(name: Any) -> None:
+    with pytest.raises(ValueError, match="name must"):
+        register(name)
+    assert transformers.AttentionInterface()["sdpa"] is not dilated_attention_forward
+
+
+def test_registering_twice_and_under_another_name() -> None:
+    register()
+    register()
+    register("longnet")
+    each, ids = made(llama, attn_implementation="longnet", dilated_attention=DILATED), tokens(1, 19)
+    assert torch.equal(each(ids).logits, made(llama, DILATED)(ids).logits)
+
+
+def test_only_models_of_transformers_are_switched() -> None:
+    with pytest.raises(TypeError, match="model must be a PreTrainedModel of transformers, got Linear"):
+        use_dilated_attention(nn.Linear(2, 2), FULL)
+
+
+def mistral() -> transformers.PreTrainedModel:
+    options = {**TINY, "num_key_value_heads": 2, "sliding_window": 8}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**options))
+
+
+def gemma2() -> transformers.PreTrainedModel:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, head_dim=8))
+
+
+def t5() -> transformers.PreTrainedModel:
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mistral, "cannot honour a sliding window .* switch it off in the config"),
+        (gemma2, "cannot honour a sliding window"),
+        (t5, "cannot honour a position bias: position_bias must be None"),
+    ],
+)
+def test_what_models_ask_for_is_refused(make: Make, message: str) -> None:
+    each = made(make, DILATED)
+    with pytest.raises(ValueError, match=message):
+        each(tokens(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 50.0}, "cannot honour soft capping of the scores: softcap must be None, got 50.0"),
+        ({"s_aux": torch.ones(4)}, r"attention sinks: s_aux must be None, got a tensor of shape \(4,\)"),
+        ({"sliding_window": 8}, "a sliding window .*: sliding_window must be None, got 8"),
+        ({"cache": object()}, "a paged cache: cache must be None"),
+        ({"indices": torch.ones(4)}, "a model that selects its own keys"),
+        ({"block_indices": torch.ones(4)}, "a model that selects its own blocks of keys"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_layers_ask_for_is_refused(options: dict[str, Any], message: str) -> None:
+    x = torch.randn(1, 4, 10, 8)
+    with pytest.raises(ValueError, match=message):
+        dilated_attention_forward(layer(), x, x, x, None, **options)
+    harmless = dict.fromkeys(options, None)
+    dilated_attention_forward(layer(), x, x, x, None, output_attentions=False, deterministic=True, **harmless)
+
+
+def test_mistral_without_its_window_works() -> None:
+    each = mistral()
+    each.config.sliding_window = None
+    use_dilated_attention(each.eval(), FULL)
+    ids = tokens(1, 19)
+    actual = each(ids).logits
+    each.set_attn_implementation("sdpa")
+    torch.testing.assert_close(actual, each(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_attention_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot honour attention weights as an output"):
+        made(llama, DILATED)(tokens(1, 5), output_attentions=True)
+
+
+def test_heads_of_other_ranks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, part = torch.randn(1, 4, 10, 8), layer()
+    part.config.num_attention_heads = 8
+    dilated_attention_forward(part, x, x, x, None)  # one process: the config may count otherwise
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(
+        ValueError, match="needs all 8 heads of a layer on one rank, got 4: tensor parallelism"
+    ):
+        dilated_attention_forward(part, x, x, x, None)
+
+
+@pytest.mark.parametrize("n", [5, 7])
+def test_cross_attention_is_refused(n: int) -> None:
+    each = made(bert, DILATED, is_decoder=True, add_cross_attention=True)
+    states = torch.randn(1, n, 32)
+    with pytest.raises(ValueError, match="has no cross attention, got BertCrossAttention"):
+        each(tokens(1, 5), encoder_hidden_states=states)
+    bart = transformers.BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+    )
+    with pytest.raises(ValueError, match="has no cross attention"):
+        made(lambda: transformers.BartModel(bart), DILATED)(tokens(1, 5), decoder_input_ids=tokens(1, n))
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(1, 1, 5, 5), torch.ones(1, 1, 5, 5, dtype=torch.bool)], ids=["float", "bool"]
+)
+def test_mask_of_pairs_is_refused(mask: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"):
+        made(llama, DILATED)(tokens(1, 5), attention_mask=mask)
+
+
+def test_mask_that_forgets_the_cache_is_refused() -> None:
+    each, ids = made(llama, DILATED), tokens(1, 8)
+    with torch.no_grad():
+        past = each(ids[:, :6], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=r"must cover the 8 tokens so far, .* got shape \(1, 2\)"):
+            each(ids[:, 6:], past_key_values=past, attention_mask=torch.ones(1, 2))
+
+
+def test_cache_continues_with_gradients() -> None:
+    each, ids = made(llama, DILATED), tokens(2, 30)
+    past = each(ids[:, :21], use_cache=True).past_key_values
+    out = each(ids[:, 21:], past_key_values=past).logits
+    expected = each(ids).logits[:, 21:]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    weight = torch.randn_like(out)
+    actual, exact = (
+        torch.autograd.grad((x * weight).sum(), list(each.parameters())) for x in (out, expected)
+    )
+    for a, b in zip(actual, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+def window(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+    return (k <= q) & (q - k < 3)
+
+
+def blocks(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+    return (k <= q) | (q // 2 == k // 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_function": window}, "not causal within documents"),
+        ({"mask_function": blocks}, "not causal within documents"),
+        ({"mask_function": window, "use_vmap": True}, "a mask function of the model's own"),
+        (
+            {"mask_function": window, "attention_mask": torch.ones(2, 6).bool()},
+            "a mask function of the model's own",
+        ),
+        ({"local_size": 4}, "cannot honour a sliding window .*, got 4"),
+        ({"q_length": 7}, "has no cross attention, got 7 queries and 6 keys"),
+        ({"q_length": 3, "attention_mask": torch.ones(2, 6).bool()}, "must cover the 3 tokens so far"),
+    ],
+    ids=lambda value: "",
+)
+def test_masks_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 5, 10]])
+def test_boundaries_of_documents_that_are_refused(boundaries: list[int] | None) -> None:
+    x, packed = torch.randn(1, 4, 10, 8), torch.tensor([0, 4, 10])
+    keys = None if boundaries is None else torch.tensor(boundaries)
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q must pack documents .* equal cu_seq_lens_k, got 1 rows"
+    ):
+        dilated_attention_forward(layer(), x, x, x, None, cu_seq_lens_q=packed, cu_seq_lens_k=keys)
+    with pytest.raises(ValueError, match="packed documents cannot continue from a cache, got 3 of 10 tokens"):
+        dilated_attention_forward(
+            layer(), x[:, :, :3], x, x, None, cu_seq_lens_q=packed, cu_seq_lens_k=packed
+        )
+
+
+def test_nothing_of_transformers_is_imported_before_it_is_used() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+from dilated_attention_pytorch.integrations.transformers import register
+try:
+    register()
+except ImportError:
+    sys.exit()
+sys.exit("register() without transformers")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "huggingface_llama.py"
+    arguments = ["--steps", "21", "--length", "48", "--new-tokens", "5"]
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    runpy.run_path(str(example), run_name="__main__")
+    text = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+)$", text, re.MULTILINE))
+    assert last < first - 2.0
+    assert len(re.findall(r"^'(?:A query reads the keys|Near words are).*'$", text, re.MULTILINE)) == 2

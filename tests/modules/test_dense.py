@@ -1,0 +1,141 @@
+"""Dense attention: equal to softmax(q k) v for any number of keys, zeros where nothing is visible."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.modules.dense import DenseAttention
+from dilated_attention_pytorch.modules.multihead import MultiheadSkin
+from support.tolerances import assert_close, assert_same_gradients
+
+B, N, M, H, D = 3, 7, 11, 4, 6
+DOUBLE = torch.float64
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output, and weights averaged over heads."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], -math.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e9))
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), weights.mean(1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("m", "is_causal"), [(N, False), (N, True), (1, False), (M, False)])
+@pytest.mark.parametrize("h_kv", [4, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_equals_the_plain_formula(
+    masked: bool, m: int, is_causal: bool, h_kv: int, scale: float | None
+) -> None:
+    q = torch.randn(B, N, H, D, dtype=DOUBLE, requires_grad=True)
+    k, v = (torch.randn(B, m, h_kv, D, dtype=DOUBLE, requires_grad=True) for _ in range(2))
+    mask = None
+    if masked:
+        mask = torch.rand(B, m) > 0.3
+        mask[0] = False  # no key at all
+        mask[1, 0] = False  # none for the first query of causal attention
+    module = DenseAttention(scale)
+    out = module(q, k, v, is_causal=is_causal, attention_mask=mask)
+    expected, weights = plain(q, k, v, D**-0.5 if scale is None else scale, is_causal, mask)
+    assert_close(out, expected, DOUBLE)
+    assert_same_gradients(out, expected, [q, k, v], DOUBLE)
+    assert_close(module.attention_weights(q, k, is_causal, mask), weights, DOUBLE)
+    if masked:
+        assert not out[0].any()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_cross_attention_equals_torch(batch_first: bool) -> None:
+    theirs = nn.MultiheadAttention(H * D, H, batch_first=batch_first, dtype=DOUBLE)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = MultiheadSkin(H * D, H, DenseAttention(), layer_norm=False, batch_first=batch_first, dtype=DOUBLE)
+    ours.load_multihead_state_dict(theirs.state_dict())
+    x, memory = (torch.randn((B, n, H * D) if batch_first else (n, B, H * D), dtype=DOUBLE) for n in (N, M))
+    x.requires_grad_(), memory.requires_grad_()
+    ignored = torch.zeros(B, M, dtype=torch.bool)
+    ignored[1, 5:] = True
+    got, expected = (each(x, memory, memory, ignored, True) for each in (ours, theirs))
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, DOUBLE)
+    joined = [torch.cat([each.flatten() for each in pair]) for pair in (got, expected)]
+    assert_same_gradients(*joined, [x, memory], DOUBLE)
+
+
+def test_dropout_in_training_only() -> None:
+    module, x = DenseAttention(dropout=0.5), torch.randn(B, N, H, D)
+    assert not torch.equal(module(x, x, x), module(x, x, x))
+    module.eval()
+    assert torch.equal(module(x, x, x), module(x, x, x))
+    assert repr(module) == "DenseAttention(dropout=0.5)"
+
+
+def test_autocast_and_half_precision() -> None:
+    module = MultiheadSkin(H * D, H, DenseAttention(), num_kv_heads=2)
+    x, memory = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = module(x, memory)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, copy.deepcopy(module).double()(x.double(), memory.double())[0], torch.bfloat16)
+
+
+X, Y = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"key": Y, "is_causal": True}, "is_causal needs as many keys as queries, got 11 and 7"),
+        (
+            {"key": Y, "attn_mask": torch.ones(N, M).bool()},
+            "attn_mask needs as many keys as queries, got 11 and 7",
+        ),
+        ({"key": Y[:2]}, r"need one shape with the batch of query, got \(3, 7, 24\), \(2, 11, 24\)"),
+        ({"key": Y, "value": X}, "need one shape with the batch of query"),
+        ({"key": Y[:, :0]}, "must have at least one position"),
+        (
+            {"key": Y, "key_padding_mask": torch.ones(B, N).bool()},
+            r"must be \(b, n\) = \(3, 11\), got \(3, 7\)",
+        ),
+    ],
+)
+def test_bad_calls_of_cross_attention(arguments: dict[str, Any], message: str) -> None:
+    module = MultiheadSkin(H * D, H, DenseAttention())
+    with pytest.raises(ValueError, match=message):
+        module(X, **arguments)
+    with pytest.raises(ValueError, match="attention_rows needs a dilated pattern, got a DenseAttention"):
+        module.attention_rows(X, [0])
+
+
+def test_bad_arguments() -> None:
+    q = torch.randn(B, N, H, D)
+    module = DenseAttention()
+    for arguments, message in (
+        (
+            (q[0], q, q),
+            r"query must be \(b, n, h, d\), key and value \(b, m, h_kv, d\), got query \(7, 4, 6\)",
+        ),
+        ((q, q, q[:, 1:]), r"key and value \(b, m, h_kv, d\), got"),
+        ((q, q[1:], q[1:]), "must have one b and one d"),
+        ((q, q[..., 1:], q[..., 1:]), "must have one b and one d"),
+        ((q, q[:, :, 1:], q[:, :, 1:]), "the heads of query must be a multiple .* got 4 and 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(*arguments)
+    with pytest.raises(ValueError, match=r"dropout must lie between 0 and 1, got 1\.5"):
+        DenseAttention(dropout=1.5)
+    with pytest.raises(ValueError, match="are one option"):
+        DenseAttention(attention_dropout=0.1, dropout=0.2)

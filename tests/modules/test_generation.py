@@ -1,0 +1,333 @@
+"""Generation: the tokens of full forwards, whatever the rows' lengths, chunks and neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dilated_attention_pytorch.modules.longnet import LongNetLM
+from dilated_attention_pytorch.modules.sampling import Sampler, Sampling, row_seeds
+from support.tolerances import assert_close
+
+VOCAB = 13
+
+
+def make(**options: Any) -> LongNetLM:
+    defaults: dict[str, Any] = {
+        "d_model": 16,
+        "nhead": 4,
+        "num_layers": 2,
+        "dim_feedforward": 24,
+        "segment_lengths": (4, 12),
+        "dilation_rates": (1, 3),
+    }
+    model = LongNetLM(VOCAB, **{**defaults, **options})
+    for (
+        parameter
+    ) in model.parameters():  # far from even logits, so that the likeliest is not a matter of rounding
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@torch.no_grad()
+def by_full_forwards(
+    model: LongNetLM, prompt: list[int], count: int, stops: tuple[int, ...] = ()
+) -> list[int]:
+    """Greedy decoding of one row, each token by a forward over all before it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        if tokens[-1] in stops:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("position_encoding", [None, "rotary", "xpos"])
+@pytest.mark.parametrize("n", [1, 7, 24])
+def test_greedy_tokens_are_those_of_full_forwards(
+    dtype: torch.dtype, position_encoding: str | None, n: int
+) -> None:
+    model = make(dtype=dtype, position_encoding=position_encoding)
+    prompt = torch.randint(VOCAB, (2, n))
+    out = model.generate(prompt, 30)
+    assert out.tolist() == [by_full_forwards(model, row, 30) for row in prompt.tolist()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_heads": 2},
+        {"kind": "improved"},
+        {"head_mixing": "grouped", "head_offsets": "blocked", "tail": "phantom"},
+        {"tie_embeddings": False, "sub_layer_norm": False, "normalize_output": False},
+        {"softmax_scale": 0.5, "activation": "relu", "rotary_base": 100.0, "xpos_scale_base": 64},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_of_the_model_hold_in_generation(options: dict[str, Any]) -> None:
+    model = make(dtype=torch.float64, **options)
+    prompt = torch.randint(VOCAB, (1, 9))
+    assert model.generate(prompt, 20)[0].tolist() == by_full_forwards(model, prompt[0].tolist(), 20)
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    slack=st.integers(0, 3),
+    chunk=st.one_of(st.none(), st.integers(1, 31)),
+    stops=st.sets(st.integers(0, VOCAB - 1), max_size=3),
+    count=st.integers(1, 12),
+    seed=st.integers(0, 5),
+)
+def test_ragged_rows_chunks_and_stops(
+    lengths: list[int], slack: int, chunk: int | None, stops: set[int], count: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = make(dtype=torch.float64, pad_token=12)
+    n = max(lengths) + slack
+    prompt = torch.randint(VOCAB, (len(lengths), n))
+    out = model.generate(prompt, count, lengths=lengths, stop_tokens=stops, prefill_chunk=chunk)
+    rows = [prompt[row, :length].tolist() for row, length in enumerate(lengths)]
+    expected = [by_full_forwards(model, row, count, tuple(stops)) for row in rows]
+    new = max(len(whole) - length for whole, length in zip(expected, lengths, strict=True))
+    assert out.shape == (len(lengths), n + new)
+    for row, whole in zip(out.tolist(), expected, strict=True):
+        assert row == whole + [12] * (n + new - len(whole))
+
+
+def test_lengths_may_be_a_tensor() -> None:
+    model = make()
+    prompt = torch.randint(VOCAB, (2, 9))
+    assert torch.equal(
+        model.generate(prompt, 5, lengths=torch.tensor([9, 3])), model.generate(prompt, 5, lengths=[9, 3])
+    )
+
+
+def test_forward_with_caches_is_the_full_forward() -> None:
+    model = make(dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (2, 40))
+    with torch.no_grad():
+        expected = model(tokens)
+        for parts in ([40], [1] * 40, [7, 1, 25, 7]):
+            caches = model.make_caches(2)
+            out = torch.cat([model(part, caches=caches) for part in tokens.split(parts, 1)], 1)
+            assert_close(out, expected, torch.float64)
+            assert [cache.lengths for cache in caches] == [(40, 40)] * 2
+
+
+def test_caches_are_of_the_models_dtype() -> None:
+    model = make(dtype=torch.bfloat16)
+    caches = model.make_caches(1)
+    with torch.no_grad():
+        model(torch.randint(VOCAB, (1, 5)), caches=caches)
+    assert {cache.dtype for cache in caches} == {torch.bfloat16}
+    assert model.generate(torch.randint(VOCAB, (1, 5)), 3).shape == (1, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generation_under_autocast(dtype: torch.dtype) -> None:
+    model, prompt = make(dtype=dtype), torch.randint(VOCAB, (1, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.bfloat16 if dtype == torch.float32 else torch.float64
+        assert {cache.dtype for cache in model.make_caches(1)} == {expected}
+        out = model.generate(prompt, 12)
+        logits = model(out)
+    # Rounding may decide between near equals: a chosen token is at least nearly the likeliest.
+    chosen = logits[0, 8:-1].gather(1, out[0, 9:, None])[:, 0]
+    assert (chosen > logits[0, 8:-1].amax(1) - 0.2).all()
+
+
+def test_tokens_are_the_callers_to_change() -> None:
+    model, prompt = make(), torch.randint(VOCAB, (1, 9))
+    expected, got = model.generate(prompt, 10)[0, 9:].tolist(), []
+    for token in model.stream(prompt, 10):
+        got.append(int(token))
+        token.zero_()
+    assert got == expected
+
+
+def test_memory_stays_bounded() -> None:
+    model, sizes = make(num_layers=1, dtype=torch.float32), []
+    made = model.make_caches
+    caches: list[Any] = []
+
+    def watch(batch_size: int) -> list[Any]:
+        caches.extend(made(batch_size))
+        return caches
+
+    model.make_caches = watch  # type: ignore[method-assign]
+    for _ in model.stream(torch.zeros(1, 1, dtype=torch.int64), 300):
+        sizes.append(sum(cache.nbytes for cache in caches))
+    assert caches[0].num_tokens == 300
+    assert sizes[30] == sizes[-1]
+
+
+def test_stream_gives_the_new_tokens_of_generate() -> None:
+    model = make(pad_token=3)
+    prompt, how = torch.randint(VOCAB, (3, 9)), {"lengths": [4, 9, 1], "stop_tokens": [5, 6]}
+    out = model.generate(prompt, 15, **how)
+    seen: list[Tensor] = []
+    assert torch.equal(model.generate(prompt, 15, **how, on_token=seen.append), out)
+    stream = model.stream(prompt, 15, **how)
+    assert isinstance(stream, Iterator)
+    new = torch.stack(list(stream), 1)
+    assert torch.equal(new, torch.stack(seen, 1))
+    for row, length in enumerate(how["lengths"]):
+        assert torch.equal(out[row, length : length + new.shape[1]], new[row])
+
+
+def test_stream_computes_no_token_before_it_is_asked_for() -> None:
+    model = make()
+    calls: list[int] = []
+    model.decoder.register_forward_hook(lambda *_: calls.append(1))
+    stream = model.stream(torch.zeros(1, 3, dtype=torch.int64), 5)
+    assert len(calls) == 0
+    next(stream)
+    assert len(calls) == 1
+    next(stream)
+    assert len(calls) == 2
+    assert len(list(stream)) == 3
+    assert len(calls) == 5  # what follows the last token is not computed
+
+
+def test_bad_arguments_are_noticed_before_the_first_token() -> None:
+    with pytest.raises(ValueError, match="max_new_tokens must be a positive integer, got 0"):
+        make().stream(torch.zeros(1, 3, dtype=torch.int64), 0)
+
+
+def test_sampling_follows_the_logits_of_full_forwards() -> None:
+    model = make(dtype=torch.float64)
+    prompt = torch.randint(VOCAB, (3, 9))
+    how: dict[str, Any] = {"temperature": 2.0, "top_k": 6, "top_p": 0.95, "seed": 17}
+    sampler, expected = Sampler(Sampling(do_sample=True, **how), 3), prompt
+    with torch.no_grad():
+        for _ in range(20):
+            expected = torch.cat([expected, sampler(model(expected)[:, -1])[:, None]], 1)
+    assert torch.equal(model.generate(prompt, 20, do_sample=True, **how), expected)
+    assert not torch.equal(model.generate(prompt, 20), expected)
+
+
+def test_a_seeded_row_does_not_depend_on_its_neighbours() -> None:
+    model = make(dtype=torch.float64)
+    prompt, lengths = torch.randint(VOCAB, (4, 9)), [9, 2, 5, 9]
+    whole = model.generate(prompt, 20, lengths=lengths, do_sample=True, seed=3)
+    for row, length in enumerate(lengths):
+        alone = model.generate(
+            prompt[row : row + 1, :length], 20, do_sample=True, seed=[row_seeds(3, 4)[row]]
+        )
+        assert torch.equal(whole[row, : length + 20], alone[0])
+
+
+def test_equal_prompts_give_different_samples() -> None:
+    prompt = torch.zeros(5, 4, dtype=torch.int64)
+    out = make().generate(prompt, 20, do_sample=True, temperature=3.0, seed=0)
+    assert len({tuple(row) for row in out.tolist()}) == 5
+
+
+def test_modes_are_as_before_and_dropout_is_off() -> None:
+    model = make(dropout=0.5, dtype=torch.float64).train()
+    model.decoder.layers[0].eval()  # a part that is frozen
+    modes = [module.training for module in model.modules()]
+    prompt = torch.randint(VOCAB, (1, 9))
+    stream = model.stream(prompt, 10)
+    tokens = []
+    for token in stream:
+        tokens.append(int(token))
+        assert [module.training for module in model.modules()] == modes
+        assert torch.is_grad_enabled()
+    assert prompt[0].tolist() + tokens == by_full_forwards(model.eval(), prompt[0].tolist(), 10)
+
+
+def test_modes_are_restored_after_an_error() -> None:
+    model = make().train()
+    model.decoder.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stopped")))
+    with pytest.raises(RuntimeError, match="stopped"):
+        model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)
+    assert all(module.training for module in model.modules())
+
+
+def test_lengths_need_caches() -> None:
+    with pytest.raises(ValueError, match="lengths"):
+        make()(torch.zeros(1, 3, dtype=torch.int64), lengths=torch.tensor([2]))
+
+
+def test_the_prompt_is_not_changed() -> None:
+    model = make(pad_token=7)
+    prompt = torch.randint(7, (2, 6))
+    before = prompt.clone()
+    model.generate(prompt, 4, lengths=[2, 6])
+    assert torch.equal(prompt, before)
+
+
+def test_weights_that_are_no_numbers_are_noticed() -> None:
+    model = make()
+    with torch.no_grad():
+        model.embed_tokens.weight[2] = float("nan")
+    with pytest.raises(ValueError, match="the largest logit of each row must be finite, got nan in row 0"):
+        model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"max_new_tokens": True}, ValueError, "max_new_tokens must be a positive integer, got True"),
+        ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be a positive integer, got 0"),
+        ({"lengths": [3]}, ValueError, r"lengths must be 2 integers, one a row, from 1 to n = 3, got \[3\]"),
+        ({"lengths": [0, 3]}, ValueError, r"from 1 to n = 3, got \[0, 3\]"),
+        ({"lengths": [1, 4]}, ValueError, r"from 1 to n = 3, got \[1, 4\]"),
+        ({"lengths": [1.0, 3]}, TypeError, r"lengths must be integers, got \[1.0, 3\]"),
+        ({"stop_tokens": 5}, TypeError, "stop_tokens must be a collection of integers, got 5"),
+        ({"stop_tokens": ["a"]}, TypeError, r"stop_tokens must be a collection of integers, got \['a'\]"),
+        ({"stop_tokens": [3, 13, -1]}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[-1, 13\]"),
+        ({"do_sample": True, "top_k": 14}, ValueError, "top_k must be at most vocab_size, got 14 and 13"),
+        ({"temperature": 0.5}, ValueError, "without do_sample the likeliest token is taken, got temperature"),
+        ({"do_sample": True, "seed": [1]}, ValueError, "seed must be one integer or 2, one a row, got 1"),
+    ],
+)
+def test_bad_arguments(how: dict[str, Any], error: type[Exception], message: str) -> None:
+    model, prompt = make(), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(error, match=message):
+        model.generate(prompt, **{"max_new_tokens": 2, **how})
+
+
+def test_a_ring_of_one_process_generates() -> None:
+    model, prompt = make(kind="ring"), torch.randint(VOCAB, (1, 9))
+    assert model.generate(prompt, 5)[0].tolist() == by_full_forwards(model, prompt[0].tolist(), 5)
+
+
+def test_block_sparse_attention_has_no_cache_and_says_so() -> None:
+    model = make(kind="block_sparse", sparse_config={"block_size": 4, "sparsity_ratio": 0.5})
+    assert model(torch.randint(VOCAB, (1, 9))).shape == (1, 9, VOCAB)
+    with pytest.raises(ValueError, match="cache"):
+        model.generate(torch.randint(VOCAB, (1, 9)), 5)
+
+
+TEXT = b"The rows that are far apart meet in long segments; those that are near, in short ones. " * 2
+
+
+def test_a_model_learns_a_text_and_says_it_again() -> None:
+    torch.manual_seed(0)
+    text = torch.tensor([list(TEXT)])
+    model = LongNetLM(
+        128, 32, 4, 2, dim_feedforward=64, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout=0.05
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = None
+    for _ in range(120):
+        loss = F.cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten())
+        first = loss.item() if first is None else first
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert first > 4
+    assert loss < 0.1
+    out = model.generate(text[:, :8], len(TEXT) - 8)
+    assert bytes(out[0].tolist()).decode() == TEXT.decode()

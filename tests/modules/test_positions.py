@@ -1,0 +1,386 @@
+"""Rotary and XPOS: equal to plain formulas, relative, precise far out, bounded over any length."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dilated_attention_pytorch import (
+    BlockSparseMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
+    shard_sequence,
+)
+from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos, make_position_encoding
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.ranks import run_ranks
+from support.tolerances import assert_close, assert_same_gradients
+
+D = 8
+DOUBLE = torch.float64
+
+
+def heads(
+    n: int, h: int = 3, h_kv: int = 3, b: int = 2, dtype: torch.dtype = DOUBLE
+) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, n, h, D, dtype=dtype), torch.randn(b, n, h_kv, D, dtype=dtype)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bihd,bjhd->bhij", q, k)
+
+
+def torchscale_xpos(x: Tensor, is_key: bool, scale_base: float = 512) -> Tensor:
+    """torchscale's XPOS of (rows, n, d), plainly: centred positions in the factors, rotate every two."""
+    n, d = x.shape[1:]
+    scale = (torch.arange(0, d, 2, dtype=x.dtype) + 0.4 * d) / (1.4 * d)
+    first = -n // 2
+    scale = scale ** (torch.arange(first, n + first, dtype=x.dtype) / scale_base)[:, None]
+    inverse_frequency = 1.0 / (10000 ** (torch.arange(0, d // 2, dtype=x.dtype) / (d // 2)))
+    angles = torch.arange(n, dtype=x.dtype)[:, None] * inverse_frequency
+    if is_key:
+        scale = 1 / scale
+    sin, cos = ((f(angles) * scale).repeat_interleave(2, -1) for f in (torch.sin, torch.cos))
+    turned = torch.stack((-x[:, :, 1::2], x[:, :, ::2]), -1).flatten(-2)
+    return x * cos + turned * sin
+
+
+@pytest.mark.parametrize("positions", [torch.tensor([0, 3, 4, 900, 7]), torch.randint(1000, (2, 5))])
+def test_rotary_is_multiplication_by_complex_units(positions: Tensor) -> None:
+    q, k = (x.requires_grad_() for x in heads(5, 4, 2))
+    got = RotaryEmbedding(D, 77.0)(q, k, positions)
+    for x, turned in zip((q, k), got, strict=True):
+        angles = positions[..., None, None] * torch.tensor(
+            [77.0 ** (-2 * i / D) for i in range(D // 2)], dtype=DOUBLE
+        )
+        units = torch.polar(torch.ones_like(angles), angles)
+        expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * units).flatten(-2)
+        assert_close(turned, expected, DOUBLE)
+        assert_same_gradients(turned, expected, [x], DOUBLE)
+
+
+def test_memory_layouts_and_both_ways_to_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complex numbers need pairs at even places; compilers get real ones."""
+    encode, positions = RotaryEmbedding(D), torch.arange(5)
+    wide = torch.randn(2, 5, 3, 2 * D + 1, dtype=DOUBLE, requires_grad=True)
+    for view in (
+        wide[..., 1::2],
+        wide[..., 1 : D + 1],
+        wide[..., :D],
+        wide[..., : 2 * D][..., :D].mT.contiguous().mT,
+    ):
+        expected, _ = encode(view.contiguous(), view, positions)
+        weight = torch.randn_like(expected)
+        (want,) = torch.autograd.grad((expected * weight).sum(), wide)
+        for is_compiling in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda answer=is_compiling: answer)
+                turned = encode(view, view, positions)
+            for each in turned:
+                assert_close(each, expected, DOUBLE)
+            (got,) = torch.autograd.grad((turned[0] * weight).sum(), wide)
+            assert_close(got, want, DOUBLE)
+
+
+@pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: XPos(d, (4096,), scale_base=64.0)])
+@pytest.mark.parametrize("shift", [1, 17, 1000])
+def test_scores_depend_on_differences_only(make: Any, shift: int) -> None:
+    encode, (q, k) = make(D), heads(23)
+    here, there = (encode(q, k, torch.arange(23) + start) for start in (5, 5 + shift))
+    assert_close(scores(*here), scores(*there), DOUBLE)
+    assert not torch.allclose(scores(*here), scores(q, k))
+
+
+@pytest.mark.parametrize("n", [1, 2, 37])
+def test_xpos_gives_the_scores_of_torchscale(n: int) -> None:
+    q, k = (x.requires_grad_() for x in heads(n))
+    encoded = XPos(D, (64, 16))(q, k, torch.arange(n))
+    theirs = [
+        torchscale_xpos(x.transpose(1, 2).flatten(0, 1), is_key).unflatten(0, (2, 3)).transpose(1, 2)
+        for x, is_key in ((q, False), (k, True))
+    ]
+    assert_close(scores(*encoded), scores(*theirs), DOUBLE)
+    assert_same_gradients(scores(*encoded), scores(*theirs), [q, k], DOUBLE)
+
+
+def test_xpos_fades_by_the_distance() -> None:
+    encode, n = XPos(D, (4096,), scale_base=100.0), 300
+    q = k = torch.zeros(1, n, 1, D, dtype=DOUBLE)
+    q, k = q.clone(), k.clone()
+    q[..., 2], k[..., 2] = 1.0, 1.0  # of the second pair
+    plain, faded = (scores(*each(q, k, torch.arange(n)))[0, 0] for each in (RotaryEmbedding(D), encode))
+    zeta = (2 + 0.4 * D) / (1.4 * D)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    assert_close(faded, plain * zeta ** (distance.double() / 100.0), DOUBLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [10**6, 2**31 + 1, 2**40])
+def test_far_positions_are_precise(dtype: torch.dtype, start: int) -> None:
+    """Judged by `math.cos` of the very position: the first pair turns by one radian a position."""
+    encode, n = RotaryEmbedding(D), 5
+    q, k = heads(n, dtype=dtype)
+    positions = torch.arange(start, start + n)
+    turned, _ = encode(q, k, positions)
+    cos, sin = (torch.tensor([f(p) for p in positions.tolist()])[:, None] for f in (math.cos, math.sin))
+    expected = q[..., 0].double() * cos - q[..., 1].double() * sin
+    assert turned.dtype == dtype
+    assert_close(turned[..., 0], expected, dtype)
+
+
+def test_half_precision_is_turned_in_float32() -> None:
+    q, k = heads(50, dtype=torch.bfloat16)
+    positions = torch.arange(50)
+    for encode in (RotaryEmbedding(D), XPos(D, (64,))):
+        exact = encode(q.double(), k.double(), positions)
+        for got, want in zip(encode(q, k, positions), exact, strict=True):
+            assert (got.double() - want).abs().max() <= want.abs().max() * 2**-8  # a single rounding
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(1, 90),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_periods_change_no_score_inside_segments(
+    branches: list[tuple[int, int]], n: int, is_causal: bool, seed: int
+) -> None:
+    """Against factors of the plain distance, which no period interrupts."""
+    segments, rates = zip(*branches, strict=True)
+    torch.manual_seed(seed)
+    q, k = heads(n)
+    v = torch.randn_like(k)
+    results = []
+    for encode in (XPos(D, segments, scale_base=20.0), XPos(D, (4096,), scale_base=20.0)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        turned = encode(*leaves[:2], torch.arange(n))
+        out = dilated_attention_reference(*turned, leaves[2], segments, rates, is_causal=is_causal)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, DOUBLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_factors_stay_bounded_over_any_length(dtype: torch.dtype) -> None:
+    encode = XPos(D, (2048, 4096))
+    positions = torch.tensor([0, 1, 4095, 4096, 10**6, 10**9, 2**40])
+    q, k = heads(len(positions), dtype=dtype)
+    for each, x in zip(encode(q, k, positions), (q, k), strict=True):
+        assert each.isfinite().all()
+        assert ((each != 0) | (x == 0)).all()
+
+
+def test_positions_beyond_the_range_of_a_dtype_are_refused() -> None:
+    q, k = heads(1, dtype=torch.float32)
+    for encode, period in ((XPos(D), "no period"), (XPos(D, (2**20, 3)), f"a period of {3 * 2**20}")):
+        reach = encode.reach(torch.float32)
+        assert 36000 < reach < 37000
+        assert all(x.isfinite().all() for x in encode(q, k, torch.tensor([reach - 1])))
+        message = f"xpos factors of torch.float32 reach over {reach} positions .*, with {period}"
+        with pytest.raises(ValueError, match=message):
+            encode(q, k, torch.tensor([reach]))
+        encode(q.double(), k.double(), torch.tensor([reach]))
+    assert 4500 < encode.reach(torch.float16) < 4600
+    assert XPos(D, scale_base=1024).reach(torch.float32) > 2 * 36000
+    assert XPos(D, (2**61 - 1, 2**61 - 2)).period is None
+
+
+@pytest.mark.parametrize("kind", ["rotary", "xpos"])
+def test_positions_by_row_are_those_of_each_row(kind: str) -> None:
+    encode = make_position_encoding(kind, D, (64,))
+    assert encode is not None
+    q, k = heads(7)
+    positions = torch.randint(64, (2, 7))
+    together = encode(q, k, positions)
+    for row in range(2):
+        alone = encode(q[row : row + 1], k[row : row + 1], positions[row])
+        for got, want in zip(together, alone, strict=True):
+            assert torch.equal(got[row : row + 1], want)
+
+
+@pytest.mark.parametrize("kind", ["rotary", "xpos"])
+def test_modules_encode_queries_and_keys_only(kind: str) -> None:
+    """With GQA, and both ways of projecting; values are left alone."""
+    n, segments, rates = 61, (8, 12), (1, 3)
+    options = {"position_encoding": kind, "num_kv_heads": 2, "dtype": DOUBLE, "rotary_base": 500.0}
+    if kind == "xpos":
+        options["xpos_scale_base"] = 30.0
+    module = MultiheadDilatedAttention(32, 4, segments, rates, **options)  # type: ignore[arg-type]
+    x = torch.randn(2, n, 32, dtype=DOUBLE)
+    q, k, v = module._project(x, x, x)
+    encode = RotaryEmbedding(D, 500.0) if kind == "rotary" else XPos(D, (4096,), 500.0, 30.0)
+    q, k = encode(q, k, torch.arange(n))
+    inner = dilated_attention_reference(q, k, v, segments, rates, is_causal=True)
+    expected = module.out_proj(module.inner_attn_ln(inner.flatten(2)))
+    assert_close(module(x, is_causal=True)[0], expected, DOUBLE)
+    time_first = copy.deepcopy(module)
+    time_first.batch_first = False
+    assert_close(time_first(x.transpose(0, 1), is_causal=True)[0].transpose(0, 1), expected, DOUBLE)
+
+
+def test_patterns_that_leave_segments_have_no_period() -> None:
+    """A window of blocks crosses from one segment into the next, and sees plain distances there."""
+    torch.manual_seed(0)
+    config = {"pattern_type": "local_window", "block_size": 4, "window_size": 40, "sparsity_ratio": 1.0}
+    sizes: dict[str, Any] = {"segment_lengths": (8,), "dilation_rates": (1,), "dtype": DOUBLE}
+    module = BlockSparseMultiheadDilatedAttention(
+        32, 4, sparse_config=config, position_encoding="xpos", xpos_scale_base=20.0, **sizes
+    )
+    x = torch.randn(2, 37, 32, dtype=DOUBLE)
+    q, k, v = module._project(x, x, x)
+    q, k = XPos(D, (4096,), scale_base=20.0)(q, k, torch.arange(37))
+    inner = module.attention(q, k, v, is_causal=True).flatten(2)
+    expected = module.out_proj(module.inner_attn_ln(inner))
+    assert_close(module(x, is_causal=True)[0], expected, DOUBLE)
+
+
+def test_positions_of_the_user() -> None:
+    class Shown(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append(positions)
+            return q, k
+
+    seen: list[Tensor] = []
+    module = MultiheadDilatedAttention(32, 4, (8,), (1,))
+    module.positions = Shown()
+    x = torch.randn(2, 9, 32)
+    module(x)
+    given = torch.randint(50, (2, 9), dtype=torch.int32)
+    module(x, positions=given)
+    module(x, positions=given[0])
+    assert [each.tolist() for each in seen] == [list(range(9)), given.tolist(), given[0].tolist()]
+    assert all(each.dtype == torch.int64 for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "message"),
+    [
+        ([0, 1], TypeError, "positions must be a tensor of integers, got list"),
+        (torch.zeros(9), TypeError, r"positions must be a tensor of integers, got torch\.float32"),
+        (torch.zeros(8, dtype=torch.long), ValueError, r"\(n,\) = \(9,\) or \(b, n\) = \(2, 9\), got \(8,\)"),
+        (
+            torch.arange(9) + 5,
+            ValueError,
+            r"in one period of xpos, 0 \.\. 7, or differ .* by multiples of it",
+        ),
+        (torch.arange(9) - 1, ValueError, "positions must lie in one period of xpos"),
+    ],
+)
+def test_bad_positions(positions: Any, error: type[Exception], message: str) -> None:
+    module = MultiheadDilatedAttention(32, 4, (8, 4), (1, 1), position_encoding="xpos")
+    x = torch.randn(2, 9, 32)
+    with pytest.raises(error, match=message):
+        module(x, positions=positions)
+    moved = module(x, positions=torch.arange(9) + 8 * 10**6)[0]
+    assert_close(moved, module(x)[0], torch.float32)
+    assert module(x, positions=torch.randint(8, (2, 9)))[0].isfinite().all()
+
+
+def test_positions_need_an_encoding() -> None:
+    module = MultiheadDilatedAttention(32, 4, (8,), (1,))
+    with pytest.raises(ValueError, match="positions need a position encoding, got a module without one"):
+        module(torch.randn(2, 9, 32), positions=torch.arange(9))
+
+
+@pytest.mark.parametrize("kind", ["rotary", "xpos"])
+def test_no_state_and_copies(kind: str) -> None:
+    plain = MultiheadDilatedAttention(32, 4, (8,), (1,))
+    module = MultiheadDilatedAttention(32, 4, (8,), (1,), position_encoding=kind)
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    x = torch.randn(2, 9, 32)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x)[0], module(x)[0])
+    assert (
+        f"(positions): {'RotaryEmbedding' if kind == 'rotary' else 'XPos'}(head_dim=8, base=10000.0"
+        in repr(module)
+    )
+
+
+@torch.no_grad()
+def test_compiles_into_one_graph() -> None:
+    torch._dynamo.reset()
+    module = MultiheadDilatedAttention(32, 4, (8, 12), (1, 2), position_encoding="xpos")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (20, 33):
+        x = torch.randn(2, n, 32)
+        assert_close(compiled(x, is_causal=True)[0], module(x, is_causal=True)[0], torch.float32)
+
+
+def ring_module(kind: str) -> RingMultiheadDilatedAttention:
+    torch.manual_seed(3)
+    return RingMultiheadDilatedAttention(32, 4, (8, 12), (1, 2), position_encoding=kind, dtype=DOUBLE)
+
+
+def run_on_part(rank: int, kind: str, x: Tensor, expected: Tensor) -> bool:
+    out, _ = ring_module(kind)(shard_sequence(x), is_causal=True)
+    assert_close(out, shard_sequence(expected), DOUBLE)
+    with pytest.raises(ValueError, match="a cache needs the sequence in one process"):
+        ring_module(kind).make_cache(2)
+    with pytest.raises(ValueError, match="attention_rows needs the whole sequence in one process"):
+        ring_module(kind).attention_rows(shard_sequence(x), [0])
+    # What only one of the processes was given wrongly is an error of all.
+    wrong = torch.arange(9) if rank else None
+    with pytest.raises(Exception, match="positions must have the shape" if rank else "rank 1 .* refused its"):
+        ring_module(kind)(shard_sequence(x), positions=wrong)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["rotary", "xpos"])
+def test_parts_of_a_ring_have_the_positions_of_the_whole(kind: str) -> None:
+    x = torch.randn(2, 41, 32, dtype=DOUBLE)
+    with torch.no_grad():
+        expected, _ = ring_module(kind)(x, is_causal=True)
+    assert run_ranks(2, run_on_part, kind, x, expected) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"position_encoding": "sine"},
+            ValueError,
+            "position_encoding must be one of 'rotary', 'xpos', got 'sine'",
+        ),
+        (
+            {"position_encoding": True},
+            ValueError,
+            "position_encoding must be one of 'rotary', 'xpos', got True",
+        ),
+        ({"rotary_base": 500.0}, ValueError, r"rotary_base is for a position encoding, got 500\.0 and none"),
+        (
+            {"position_encoding": "rotary", "xpos_scale_base": 64},
+            ValueError,
+            "xpos_scale_base is for position_encoding 'xpos', got 64 and 'rotary'",
+        ),
+        (
+            {"position_encoding": "rotary", "rotary_base": 0},
+            ValueError,
+            "base must be positive and finite, got 0",
+        ),
+        ({"position_encoding": "rotary", "rotary_base": "a"}, TypeError, "base must be a number, got 'a'"),
+        (
+            {"position_encoding": "xpos", "xpos_scale_base": -1},
+            ValueError,
+            "xpos_scale_base must be positive, got -1",
+        ),
+        (
+            {"position_encoding": "xpos", "xpos_scale_base": math.inf},
+            ValueError,
+            "xpos_scale_base must be finite",
+        ),
+        ({"position_encoding": "xpos", "embed_dim": 12}, ValueError, "head_dim must be even, got 3"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MultiheadDilatedAttention(**{"embed_dim": 32, "num_heads": 4, **options})

@@ -1,0 +1,441 @@
+"""Settings as plain data and JSON; models saved and loaded whole, or refused with the fact."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dilated_attention_pytorch.modules import pretrained
+from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig, StackConfig
+from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
+from support.tolerances import assert_close
+
+SMALL: dict[str, Any] = {
+    "d_model": 24,
+    "nhead": 4,
+    "dim_feedforward": 40,
+    "segment_lengths": (4, 12),
+    "dilation_rates": (1, 3),
+}
+
+
+def make_lm(**options: Any) -> LongNetLM:
+    model = LongNetLM(**{"vocab_size": 11, "num_layers": 2, **SMALL, **options})
+    for parameter in model.parameters():  # so that no zero or one of the initial weights hides a loss
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@given(
+    heads=st.sampled_from([(4, None), (4, 2), (6, 1), (1, 1)]),
+    head_dim=st.sampled_from([2, 8]),
+    branches=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), min_size=1, max_size=4),
+    rate=st.floats(0, 0.9),
+    position_encoding=st.sampled_from([None, "rotary", "xpos"]),
+    flag=st.booleans(),
+    gamma=st.one_of(st.none(), st.floats(0.1, 3)),
+    options=st.dictionaries(
+        st.sampled_from(["head_offsets", "workspace_bytes", "x"]),
+        st.recursive(
+            st.one_of(
+                st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+            ),
+            lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+            max_leaves=4,
+        ),
+    ),
+)
+def test_json_keeps_every_setting(
+    heads: tuple[int, int | None],
+    head_dim: int,
+    branches: list[tuple[int, int]],
+    rate: float,
+    position_encoding: str | None,
+    flag: bool,
+    gamma: float | None,
+    options: dict[str, Any],
+) -> None:
+    shared: dict[str, Any] = {
+        "d_model": heads[0] * head_dim,
+        "nhead": heads[0],
+        "num_kv_heads": heads[1],
+        "segment_lengths": [length for length, _ in branches],
+        "dilation_rates": [rate for _, rate in branches],
+        "dropout": rate,
+        "position_encoding": position_encoding,
+        "sub_layer_norm": flag,
+        "gamma_init": gamma,
+        "attention_options": options,
+    }
+    for config in (
+        LongNetConfig(num_encoder_layers=3, cross_attention="dilated", **shared),
+        LongNetLMConfig(vocab_size=7, pad_token=6, tie_embeddings=flag, **shared),
+    ):
+        read = type(config).from_json(config.to_json())
+        assert read == config
+        assert hash(read) == hash(config)
+        assert read.to_json() == config.to_json()
+        assert json.loads(config.to_json())["model"] == config.model
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+
+
+def test_json_names_every_field() -> None:
+    for config in (LongNetConfig(), LongNetLMConfig(vocab_size=5)):
+        names = [field.name for field in dataclasses.fields(config)]
+        assert list(json.loads(config.to_json())) == ["model", *names]
+
+
+def test_a_config_cannot_be_changed_from_outside() -> None:
+    options = {"head_offsets": "blocked", "deep": {"list": [1, 2]}}
+    config = LongNetConfig(attention_options=options)
+    options["deep"]["list"].append(3)  # type: ignore[index]
+    assert config.attention_options["deep"] == {"list": (1, 2)}
+    with pytest.raises(TypeError):
+        config.attention_options["new"] = 1  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.d_model = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"d_model": 10, "nhead": 3}, ValueError, "d_model must be a multiple of nhead, got 10 and 3"),
+        ({"d_model": 0}, ValueError, "d_model must be a positive integer, got 0"),
+        ({"num_encoder_layers": 1.0}, ValueError, "num_encoder_layers must be a positive integer, got 1.0"),
+        ({"num_kv_heads": 5}, ValueError, "num_kv_heads must divide nhead, got 5 and 12"),
+        ({"segment_lengths": (4, 0, 8)}, ValueError, r"segment_lengths must be positive, got \(4, 0, 8\)"),
+        ({"dilation_rates": (1,)}, ValueError, "must have the same length, got 3 and 1"),
+        ({"dropout": 1.5}, ValueError, "dropout must lie between 0 and 1, got 1.5"),
+        ({"drop_path_rate": "a"}, TypeError, "drop_path_rate must be a number, got 'a'"),
+        ({"layer_norm_eps": 0.0}, ValueError, "layer_norm_eps must be positive and finite, got 0.0"),
+        ({"gamma_init": float("inf")}, ValueError, "gamma_init must be positive and finite, got inf"),
+        ({"checkpoint_activations": 1}, TypeError, "checkpoint_activations must be a bool, got 1"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of 'gelu', 'relu', 'swish', got 'tanh'"),
+        ({"position_encoding": "alibi"}, ValueError, "position_encoding must be one of 'rotary', 'xpos'"),
+        ({"kind": "quick"}, ValueError, "kind must be one of 'standard', .* got 'quick'"),
+        (
+            {"cross_attention": None},
+            ValueError,
+            "cross_attention must be one of 'dense', 'dilated', got None",
+        ),
+        ({"attention_options": 3}, TypeError, "attention_options must be a mapping, got 3"),
+        ({"attention_options": {1: 2}}, TypeError, r"attention_options must have strings as keys, got \[1\]"),
+        (
+            {"attention_options": {"a": {"b": torch.float32}}},
+            TypeError,
+            r"\['a'\]\['b'\] must be plain data.*dtype",
+        ),
+        (
+            {"attention_options": {"a": [float("nan")]}},
+            ValueError,
+            r"attention_options\['a'\] must be finite",
+        ),
+        (
+            {"attention_options": {"dropout": 0.1}},
+            ValueError,
+            r"must be those of the attention modules, got \['dropout'\]",
+        ),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LongNetConfig(**settings)
+    with pytest.raises(error, match=message):
+        LongNet(**settings)
+
+
+@pytest.mark.parametrize("pad", [-1, 5, True, "a"])
+def test_pad_token_is_a_token(pad: Any) -> None:
+    with pytest.raises(ValueError, match=f"pad_token must be a token below vocab_size 5, got {pad!r}"):
+        LongNetLMConfig(vocab_size=5, pad_token=pad)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a config must be JSON, got text that is not: "),
+        (
+            '{"model": "LongNetLM", "vocab_size": 5, "heads": 2, "x": 1}',
+            r"than its fields, got \['heads', 'x'\]",
+        ),
+        ('{"model": "LongNet"}', 'must have "model": "LongNetLM", got \'LongNet\''),
+        ('{"vocab_size": 5}', 'must have "model": "LongNetLM", got no such key'),
+        ('{"model": "LongNetLM"}', r"must have the keys \['vocab_size'\], got no \['vocab_size'\]"),
+        ('{"model": "LongNetLM", "vocab_size": 5, "dropout": NaN}', "must be finite, got NaN"),
+        (
+            '{"model": "LongNetLM", "vocab_size": 5, "vocab_size": 6}',
+            r"must not repeat keys, got \['vocab_size'\]",
+        ),
+        ('{"model": "LongNetLM", "vocab_size": 5, "nhead": 7}', "d_model must be a multiple of nhead"),
+    ],
+)
+def test_bad_json(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LongNetLMConfig.from_json(text)
+
+
+def test_json_of_something_else() -> None:
+    with pytest.raises(TypeError, match="a config must be a mapping of names to values, got list"):
+        LongNetLMConfig.from_json("[1, 2]")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_embeddings": False, "num_kv_heads": 2, "kind": "improved", "sub_layer_norm": False},
+        {
+            "position_encoding": "rotary",
+            "head_offsets": "blocked",
+            "rotary_base": 500.0,
+            "normalize_output": False,
+        },
+    ],
+    ids=["tied", "untied", "options"],
+)
+def test_a_language_model_survives(tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    model = make_lm(**options, dtype=dtype).eval()
+    model.save_pretrained(tmp_path / "new" / "folder")
+    loaded = LongNetLM.from_pretrained(tmp_path / "new" / "folder")
+    assert loaded.config == model.config
+    assert repr(loaded) == repr(model)
+    assert not loaded.training
+    tokens = torch.randint(11, (2, 17))
+    state = model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    # Weights at another address may be summed in another order.
+    assert_close(loaded(tokens), model(tokens), dtype, "logits")
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    # What was loaded is trainable memory of its own: the file stays as it is.
+    loaded.train()(tokens).sum().backward()
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    again = LongNetLM.from_pretrained(tmp_path / "new" / "folder")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+
+
+def test_an_encoder_decoder_survives(tmp_path: Path) -> None:
+    model = LongNet(**SMALL, num_encoder_layers=1, num_decoder_layers=2, cross_attention="dilated")
+    model.save_pretrained(tmp_path)
+    src, tgt = torch.randn(2, 3, 17, 24)
+    assert_close(LongNet.from_pretrained(tmp_path)(src, tgt), model.eval()(src, tgt), torch.float32)
+
+
+def test_from_config_builds_the_same_model() -> None:
+    model = make_lm(head_mixing="grouped", activation="swish", checkpoint_activations=True)
+    again = LongNetLM.from_config(model.config, dtype=torch.float64)
+    assert repr(again) == repr(model)
+    assert {p.dtype for p in again.parameters()} == {torch.float64}
+    with pytest.raises(
+        TypeError, match="the config of a LongNet must be a LongNetConfig, got LongNetLMConfig"
+    ):
+        LongNet.from_config(model.config)
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
+    model = make_lm()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == {name for name, _ in model.named_parameters()}
+    assert not any("output" in name for name in saved)
+    loaded = LongNetLM.from_pretrained(tmp_path)
+    tokens = torch.randint(11, (1, 5))
+    with torch.no_grad():
+        loaded.embed_tokens.weight[3] = 0  # a token whose output weights are zero has a logit of zero
+    assert (loaded(tokens)[..., 3] == 0).all()
+
+
+def test_dtype_and_device_can_be_chosen(tmp_path: Path) -> None:
+    model = make_lm()
+    model.save_pretrained(tmp_path)
+    loaded = LongNetLM.from_pretrained(tmp_path, dtype=torch.float64, device="cpu")
+    tokens = torch.randint(11, (2, 9))
+    torch.testing.assert_close(loaded(tokens), model.double().eval()(tokens), rtol=0, atol=1e-12)
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point torch\.dtype, got torch\.int8"):
+        LongNetLM.from_pretrained(tmp_path, dtype=torch.int8)
+
+
+def test_loading_makes_no_second_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_lm().save_pretrained(tmp_path)
+    read, given = pretrained.read_tensors, {}
+
+    def watch(*arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        given.update(read(*arguments, **options))
+        return dict(given)
+
+    monkeypatch.setattr(pretrained, "read_tensors", watch)
+    # Random numbers for weights that are overwritten would be wasted, and change the caller's.
+    state = torch.get_rng_state()
+    loaded = LongNetLM.from_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in loaded.named_parameters():
+        assert parameter.data_ptr() == given[name].data_ptr()
+
+
+def edit(folder: Path, change: Any) -> None:
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("embed_tokens.weight"), "embed_tokens.weight is missing$"),
+        (lambda state: state.update(new=torch.zeros(1)), "new is unexpected$"),
+        (
+            lambda state: state.update({"embed_tokens.weight": torch.zeros(12, 24)}),
+            r"embed_tokens.weight must be \(11, 24\), got \(12, 24\)$",
+        ),
+        (
+            lambda state: state.update({"embed_tokens.weight": torch.zeros(11, 24, dtype=torch.int64)}),
+            "embed_tokens.weight must be like torch.float32, got torch.int64$",
+        ),
+        (lambda state: (state.clear(), state.update(new=torch.zeros(1))), r"is missing; .* and \d+ more$"),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "many"],
+)
+def test_weights_that_do_not_fit(tmp_path: Path, change: Any, message: str) -> None:
+    make_lm().save_pretrained(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(
+        ValueError, match=f"model.safetensors does not fit a LongNetLM of this config: .*{message}"
+    ):
+        LongNetLM.from_pretrained(tmp_path)
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    model = make_lm()
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold config.json and model.safetensors, got no .*config.json"
+    ):
+        LongNetLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='a LongNetConfig must have "model": "LongNet", got \'LongNetLM\''):
+        LongNet.from_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(
+        ValueError, match=r"model.safetensors must be a safetensors file, got one that is not"
+    ):
+        LongNetLM.from_pretrained(tmp_path)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match=r"got no .*model\.safetensors"):
+        LongNetLM.from_pretrained(tmp_path)
+
+
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (tmp_path / "harm").mkdir, ()
+
+    make_lm().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match="must be a safetensors file"):
+        LongNetLM.from_pretrained(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_lm().save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == {"config.json", "model.safetensors"}
+
+    def fail(path: Path, tensors: Any) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(pretrained, "write_tensors", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        make_lm(num_layers=1).save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_saving_over_the_files_a_model_was_loaded_from(tmp_path: Path) -> None:
+    make_lm().save_pretrained(tmp_path)
+    loaded = LongNetLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        loaded.embed_tokens.weight.add_(1)
+    tokens = torch.randint(11, (1, 5))
+    expected = loaded(tokens)
+    loaded.save_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens), expected)
+    assert_close(LongNetLM.from_pretrained(tmp_path)(tokens), expected, torch.float32)
+
+
+def test_a_model_without_weights_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must have its weights to be saved, got embed_tokens\.weight"):
+        make_lm(device="meta").save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_no_file_can_hold_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"attention_options\['group'\] must be plain data.* got object"):
+        make_lm(kind="ring", group=object())
+
+
+@pytest.mark.parametrize("name", ["cross_attention", "batch_first"])
+def test_options_of_other_parts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"must be those of the attention modules, got \['{name}'\]"):
+        make_lm(**{name: "dense"})
+    with pytest.raises(ValueError, match=r"got \['device', 'num_layers'\]"):
+        LongNetConfig(attention_options={"num_layers": 3, "device": "cpu"})
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="segment_length"):
+        make_lm(segment_length=5)
+
+
+def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    tensors = {"a": base, "b": base, "c": base.view(2, 3).t()}
+    write_tensors(tmp_path / "file", tensors)
+    for name, tensor in load_file(tmp_path / "file").items():
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_a_tensor_that_no_file_gives_is_an_error() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    model.register_buffer("table", torch.zeros(1, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="the state must hold all tensors of the model, got no table"):
+        assign_tensors(model, {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+
+
+def test_replacing_a_file_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as new:
+        new.write_text("one")
+        assert not path.exists()
+    assert path.read_text() == "one"
+
+    def interrupted() -> None:
+        with replacing(path) as new:
+            new.write_text("two")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_model_has_its_config() -> None:
+    for model in (LongNet, LongNetLM):
+        assert issubclass(model.config_class, StackConfig)
+        assert model.config_class.model == model.__name__

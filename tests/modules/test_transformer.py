@@ -1,0 +1,407 @@
+"""Transformer layers: equal to those of torch where they coincide, to plain formulas where they do not."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dilated_attention_pytorch.modules.feed_forward import ACTIVATIONS, DropPath
+from dilated_attention_pytorch.modules.transformer import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    FeedForward,
+    magneto_gamma,
+)
+from support.tolerances import assert_close, assert_same_gradients
+
+B, N, M, E, H, FF = 2, 13, 9, 12, 3, 20
+DOUBLE = torch.float64
+SEGMENTS, RATES = (4, 13), (1, 2)
+
+
+def randomise(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+
+
+def make(cls: Any = DilatedTransformerEncoderLayer, **options: Any) -> Any:
+    """One full branch without sub-layer norms, which is a layer of torch."""
+    defaults = {"segment_lengths": (N,), "dilation_rates": (1,), "dim_feedforward": FF, "dropout": 0.0}
+    layer = cls(E, H, **{**defaults, "sub_layer_norm": False, "dtype": DOUBLE, **options})
+    randomise(layer)
+    return layer
+
+
+def take_weights(ours: Any, theirs: Any) -> None:
+    """Of a layer of torch with norm_first."""
+    is_decoder = isinstance(theirs, nn.TransformerDecoderLayer)
+    ours.self_attn.load_multihead_state_dict(theirs.self_attn.state_dict())
+    pairs = [
+        (ours.self_attn_layer_norm, theirs.norm1),
+        (ours.ffn.fc1, theirs.linear1),
+        (ours.ffn.fc2, theirs.linear2),
+    ]
+    pairs.append((ours.final_layer_norm, theirs.norm3 if is_decoder else theirs.norm2))
+    if is_decoder:
+        ours.encoder_attn.load_multihead_state_dict(theirs.multihead_attn.state_dict())
+        pairs.append((ours.encoder_attn_layer_norm, theirs.norm2))
+    for own, other in pairs:
+        own.load_state_dict(other.state_dict())
+
+
+def causal_mask(n: int = N) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+def padding(n: int = N) -> Tensor:
+    ignored = torch.zeros(B, n, dtype=torch.bool)
+    ignored[0, -3:] = ignored[1, 4] = True
+    return ignored
+
+
+@pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_encoder_layer_equals_torch(masks: str, batch_first: bool, activation: str) -> None:
+    options: dict[str, Any] = {"batch_first": batch_first, "dtype": DOUBLE, "activation": activation}
+    theirs = nn.TransformerEncoderLayer(E, H, FF, 0.0, norm_first=True, layer_norm_eps=0.01, **options)
+    randomise(theirs)
+    ours = make(layer_norm_eps=0.01, **options)
+    take_weights(ours, theirs)
+    x = torch.randn((B, N, E) if batch_first else (N, B, E), dtype=DOUBLE, requires_grad=True)
+    ignored = padding() if masks in ("padding", "both") else None
+    causal = masks in ("causal", "both")
+    expected = theirs(x, causal_mask() if causal else None, ignored)
+    out = ours(x, None, ignored, causal)
+    assert_close(out, expected, DOUBLE)
+    assert_same_gradients(out, expected, [x], DOUBLE)
+    if causal:
+        assert_close(ours(x, causal_mask(), ignored), expected, DOUBLE)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_decoder_layer_equals_torch(batch_first: bool, is_causal: bool) -> None:
+    options: dict[str, Any] = {"batch_first": batch_first, "dtype": DOUBLE, "activation": "gelu"}
+    theirs = nn.TransformerDecoderLayer(E, H, FF, 0.0, norm_first=True, **options)
+    randomise(theirs)
+    ours = make(DilatedTransformerDecoderLayer, **options)
+    take_weights(ours, theirs)
+    x, memory = (
+        torch.randn((B, n, E) if batch_first else (n, B, E), dtype=DOUBLE, requires_grad=True) for n in (N, M)
+    )
+    ignored: dict[str, Any] = {"tgt_key_padding_mask": padding(), "memory_key_padding_mask": padding(M)}
+    expected = theirs(x, memory, causal_mask() if is_causal else None, **ignored)
+    out = ours(x, memory, **ignored, tgt_is_causal=is_causal)
+    assert_close(out, expected, DOUBLE)
+    assert_same_gradients(out, expected, [x, memory], DOUBLE)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_layers_serve_in_the_stacks_of_torch(is_training: bool, is_causal: bool) -> None:
+    options: dict[str, Any] = {"batch_first": True, "dtype": DOUBLE, "activation": "gelu", "norm_first": True}
+    x, memory = (torch.randn(B, n, E, dtype=DOUBLE) for n in (N, M))
+    mask = causal_mask() if is_causal else None
+    results: list[list[Tensor]] = []
+    encoder_layer = nn.TransformerEncoderLayer(E, H, FF, 0.0, **options)
+    decoder_layer = nn.TransformerDecoderLayer(E, H, FF, 0.0, **options)
+    randomise(encoder_layer), randomise(decoder_layer)
+    own_encoder_layer, own_decoder_layer = make(), make(DilatedTransformerDecoderLayer)
+    take_weights(own_encoder_layer, encoder_layer), take_weights(own_decoder_layer, decoder_layer)
+    for first, second in ((own_encoder_layer, own_decoder_layer), (encoder_layer, decoder_layer)):
+        encoder = nn.TransformerEncoder(first, 2, enable_nested_tensor=False).train(is_training)
+        decoder = nn.TransformerDecoder(second, 2).train(is_training)
+        with torch.no_grad():
+            encoded = encoder(x, mask=mask, src_key_padding_mask=padding())
+            decoded = decoder(x, memory, tgt_mask=mask, memory_key_padding_mask=padding(M))
+        results.append([encoded, decoded])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, DOUBLE)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swish"])
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_feed_forward_is_the_formula(activation: str, layer_norm: bool) -> None:
+    module = FeedForward(
+        E, FF, activation=activation, layer_norm=layer_norm, layer_norm_eps=0.01, dtype=DOUBLE
+    )
+    randomise(module)
+    x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
+    hidden = x @ module.fc1.weight.T + module.fc1.bias
+    plain = {
+        "gelu": lambda y: y * 0.5 * (1 + torch.erf(y / math.sqrt(2))),
+        "relu": lambda y: y.clamp_min(0),
+        "swish": lambda y: y * torch.sigmoid(y),
+    }[activation](hidden)
+    if module.ffn_layernorm is not None:
+        centred = plain - plain.mean(-1, keepdim=True)
+        plain = centred / (centred.square().mean(-1, keepdim=True) + 0.01).sqrt()
+        plain = plain * module.ffn_layernorm.weight + module.ffn_layernorm.bias
+    expected = plain @ module.fc2.weight.T + module.fc2.bias
+    assert_close(module(x), expected, DOUBLE)
+    assert_same_gradients(module(x), expected, [x, *module.parameters()], DOUBLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
+def test_activation_in_float32_or_wider(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def activation(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x.abs()
+
+    monkeypatch.setitem(ACTIVATIONS, "gelu", activation)  # type: ignore[arg-type]
+    module = FeedForward(E, FF, dtype=dtype)
+    x = torch.randn(B, N, E, dtype=dtype)
+    out = module(x)
+    assert (seen, out.dtype) == ([DOUBLE if dtype == DOUBLE else torch.float32], dtype)
+    assert torch.equal(out, module.fc2(module.ffn_layernorm(module.fc1(x).abs())))
+
+
+@pytest.mark.parametrize("kind", ["standard", "improved"])
+def test_magneto_block_is_the_formula(kind: str) -> None:
+    layer = make(
+        kind=kind, sub_layer_norm=True, segment_lengths=SEGMENTS, dilation_rates=RATES, num_kv_heads=1
+    )
+    x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
+    attention = layer.self_attn
+    assert attention.inner_attn_ln is not None
+    assert layer.ffn.ffn_layernorm is not None
+    normed = layer.self_attn_layer_norm(x)
+    heads = attention.attention(*attention._project(normed, normed, normed)).flatten(2)
+    middle = x + attention.out_proj(attention.inner_attn_ln(heads))
+    hidden = F.gelu(layer.ffn.fc1(layer.final_layer_norm(middle)))
+    expected = middle + layer.ffn.fc2(layer.ffn.ffn_layernorm(hidden))
+    assert_close(layer(x), expected, DOUBLE)
+    assert_same_gradients(layer(x), expected, [x, *layer.parameters()], DOUBLE)
+
+
+def test_dilated_cross_attention_has_the_pattern_of_the_layer() -> None:
+    options = {
+        "segment_lengths": SEGMENTS,
+        "dilation_rates": RATES,
+        "head_offsets": "blocked",
+        "num_kv_heads": 1,
+    }
+    layer = make(
+        DilatedTransformerDecoderLayer, cross_attention="dilated", position_encoding="rotary", **options
+    )
+    x, memory = torch.randn(2, B, N, E, dtype=DOUBLE)
+    own, cross = layer.self_attn.attention.spec, layer.encoder_attn.attention.spec
+    assert own == cross
+    assert layer.encoder_attn.positions is None
+    y = x + layer.self_attn(layer.self_attn_layer_norm(x), is_causal=True)[0]
+    y = y + layer.encoder_attn(layer.encoder_attn_layer_norm(y), memory, memory)[0]
+    expected = y + layer.ffn(layer.final_layer_norm(y))
+    assert_close(layer(x, memory), expected, DOUBLE)
+    with pytest.raises(ValueError, match="self-attention patterns need one shape of query, key and value"):
+        layer(x, memory[:, 1:])
+
+
+@pytest.mark.parametrize("cross_attention", ["dense", None])
+@torch.no_grad()
+def test_decoding_equals_the_full_forward(cross_attention: str | None) -> None:
+    options = {
+        "segment_lengths": SEGMENTS,
+        "dilation_rates": RATES,
+        "position_encoding": "xpos",
+        "num_kv_heads": 1,
+    }
+    layer = make(DilatedTransformerDecoderLayer, cross_attention=cross_attention, **options).eval()
+    x = torch.randn(B, N, E, dtype=DOUBLE)
+    memory = None if cross_attention is None else torch.randn(B, M, E, dtype=DOUBLE)
+    cache = layer.self_attn.make_cache(B)
+    parts = [layer(part, memory, cache=cache) for part in x.split([5, 1, 1, 6], 1)]
+    assert_close(torch.cat(parts, 1), layer(x, memory), DOUBLE)
+
+
+@torch.no_grad()
+def test_the_encoder_layer_decodes_rows_of_different_lengths() -> None:
+    layer, x = make(segment_lengths=SEGMENTS, dilation_rates=RATES).eval(), torch.randn(B, N, E, dtype=DOUBLE)
+    cache = layer.self_attn.make_cache(B)
+    out = layer(x, is_causal=True, cache=cache, lengths=[4, N])
+    assert cache.lengths == (4, N)
+    assert_close(out[0, :4], layer(x[:1, :4], is_causal=True)[0], DOUBLE)
+    assert_close(out[1], layer(x[1:], is_causal=True)[0], DOUBLE)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_drop_path_drops_rows_and_keeps_the_mean(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    module, x = DropPath(0.25, batch_first=batch_first), torch.ones(4000, 2, 3)
+    x = x if batch_first else x.transpose(0, 1)
+    out = module(x) if batch_first else module(x).transpose(0, 1)
+    assert torch.equal(out, out[:, :1, :1].expand_as(out))
+    kept = out[:, 0, 0]
+    assert torch.equal(kept.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert kept.mean().item() == pytest.approx(1.0, abs=0.05)
+    assert module.eval()(x) is x
+    assert DropPath(0.0)(x) is x
+    assert not DropPath(1.0)(x).any()
+
+
+def test_every_dropout_acts_in_training_only() -> None:
+    x = torch.randn(B, N, E, dtype=DOUBLE)
+    for name in ("dropout", "attention_dropout", "activation_dropout", "drop_path"):
+        layer = make(**{name: 0.5})
+        assert not all(torch.equal(layer(x), layer(x)) for _ in range(8)), name
+        assert torch.equal(layer.eval()(x), layer(x)), name
+
+
+def test_gains_of_magneto() -> None:
+    assert magneto_gamma(12, 0) == pytest.approx(math.sqrt(math.log(24)))
+    assert magneto_gamma(0, 12, is_decoder=True) == pytest.approx(math.sqrt(math.log(24)))
+    assert magneto_gamma(6, 4, is_decoder=True) == pytest.approx(math.sqrt(math.log(12)))
+    assert magneto_gamma(6, 4) == pytest.approx(math.sqrt(math.log(12) * math.log(12) / 3))
+    with pytest.raises(ValueError, match="the encoder must have layers, got 0"):
+        magneto_gamma(0, 4)
+    with pytest.raises(ValueError, match="the decoder must have layers, got 0"):
+        magneto_gamma(3, 0, is_decoder=True)
+    with pytest.raises(ValueError, match=r"num_decoder_layers must be an integer of 0 or more, got 1\.5"):
+        magneto_gamma(3, 1.5)  # type: ignore[arg-type]
+
+
+def test_initial_weights_have_the_gain() -> None:
+    layer = DilatedTransformerDecoderLayer(256, 4, dim_feedforward=512, gamma_init=2.0)
+    assert layer.encoder_attn is not None
+    for attention in (layer.self_attn, layer.encoder_attn):
+        for projection, gain in (("q_proj", 1), ("k_proj", 1), ("v_proj", 2), ("out_proj", 2)):
+            weight = attention.get_submodule(projection).weight
+            assert weight.std().item() == pytest.approx(gain * math.sqrt(2 / 512), rel=0.03)
+    for part in (layer.ffn.fc1, layer.ffn.fc2):
+        assert part.weight.std().item() == pytest.approx(2 * math.sqrt(2 / 768), rel=0.03)
+        assert not part.bias.any()
+    assert layer.encoder_attn.inner_attn_ln is None
+
+
+@pytest.mark.parametrize("cls", [DilatedTransformerEncoderLayer, DilatedTransformerDecoderLayer])
+def test_meta_device_then_empty_then_reset(cls: Any) -> None:
+    with torch.device("meta"):
+        layer = cls(E, H, SEGMENTS, RATES, FF)
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, math.nan)
+    layer.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    before = {name: x.clone() for name, x in layer.state_dict().items()}
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    assert all(torch.equal(before[name], x) for name, x in layer.state_dict().items())
+
+
+def test_names_are_those_of_torchscale() -> None:
+    layer = DilatedTransformerDecoderLayer(E, H, SEGMENTS, RATES, FF)
+    own = [f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "inner_attn_ln", "out_proj")]
+    cross = [f"encoder_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    feed = [f"ffn.{x}" for x in ("fc1", "ffn_layernorm", "fc2")]
+    norms = ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"]
+    names = {f"{name}.{kind}" for name in own + cross + feed + norms for kind in ("weight", "bias")}
+    assert layer.state_dict().keys() == names
+    encoder = DilatedTransformerEncoderLayer(E, H, SEGMENTS, RATES, FF)
+    assert encoder.state_dict().keys() == {name for name in names if "encoder_attn" not in name}
+
+
+def test_copies_pickles_and_repr() -> None:
+    layer = make(DilatedTransformerDecoderLayer, drop_path=0.1).eval()
+    x, memory = torch.randn(2, B, N, E, dtype=DOUBLE)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x, memory), layer(x, memory))
+    assert "(drop_path): DropPath(p=0.1)" in repr(layer)
+    assert "activation='gelu', gamma_init=1.0" in repr(layer)
+
+
+def test_compiles_into_one_graph() -> None:
+    torch._dynamo.reset()
+    layer = DilatedTransformerDecoderLayer(E, H, SEGMENTS, RATES, FF, 0.0)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, memory = torch.randn(B, N, E), torch.randn(B, M, E)
+    results = []
+    for each in (compiled, layer):
+        leaf = x.clone().requires_grad_()
+        out = each(leaf, memory, memory_key_padding_mask=padding(M))
+        results.append((out, torch.autograd.grad(out.square().sum(), leaf)[0]))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"d_model": 13}, ValueError, "embed_dim must be a multiple of num_heads, got 13 and 3"),
+        ({"dim_feedforward": 0}, ValueError, "dim_feedforward must be positive and finite, got 0"),
+        ({"dropout": 1.5}, ValueError, r"dropout must lie between 0 and 1, got 1\.5"),
+        ({"activation_dropout": "a"}, TypeError, "activation_dropout must be a number, got 'a'"),
+        ({"attention_dropout": -0.1}, ValueError, "dropout_p must lie between 0 and 1"),
+        ({"drop_path": math.nan}, ValueError, "drop_path must be finite, got nan"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of 'gelu', 'relu', 'swish', got 'tanh'"),
+        ({"kind": "fast"}, ValueError, "kind must be one of 'standard', 'improved', 'ring', .* got 'fast'"),
+        ({"sub_layer_norm": 1}, TypeError, "sub_layer_norm must be a bool, got 1"),
+        ({"layer_norm_eps": 0.0}, ValueError, r"layer_norm_eps must be positive and finite, got 0\.0"),
+        ({"colour": 1}, TypeError, "unexpected keyword argument 'colour'"),
+        (
+            {"cross_attention": "sparse"},
+            ValueError,
+            "cross_attention must be one of 'dense', 'dilated', got 'sparse'",
+        ),
+        ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DilatedTransformerDecoderLayer(**{"d_model": E, "nhead": H, **options})
+
+
+X = torch.zeros(B, N, E, dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("cross_attention", "arguments", "error", "message"),
+    [
+        ("dense", {}, ValueError, "dense cross attention needs a memory, got None"),
+        ("dilated", {}, ValueError, "dilated cross attention needs a memory, got None"),
+        ("dense", {"memory": 1}, TypeError, "key must be a tensor, got int"),
+        ("dense", {"memory": X, "memory_mask": torch.zeros(N, N)}, ValueError, "got another mask"),
+        ("dense", {"memory": X[:, 1:], "memory_is_causal": True}, ValueError, "is_causal needs as many keys"),
+        ("dense", {"memory": X, "memory_is_causal": 1}, TypeError, "memory_is_causal must be a bool, got 1"),
+        ("dense", {"memory": X, "tgt_is_causal": None}, TypeError, "is_causal must be a bool, got None"),
+        (None, {"memory": X}, ValueError, "a layer without cross attention takes no memory, got memory"),
+        (
+            None,
+            {"memory_mask": X, "memory_key_padding_mask": X},
+            ValueError,
+            "got memory_mask, memory_key_padding",
+        ),
+        (None, {"memory_is_causal": True}, ValueError, "takes no memory, got memory_is_causal"),
+        (
+            None,
+            {"tgt": X[..., 1:]},
+            ValueError,
+            r"tgt must have the shape \(b, n, d_model\) with d_model 12, got",
+        ),
+        (None, {"tgt": X.long()}, TypeError, "tgt must be a dense floating-point tensor"),
+    ],
+)
+def test_bad_calls(
+    cross_attention: str | None, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    layer = make(DilatedTransformerDecoderLayer, cross_attention=cross_attention)
+    with pytest.raises(error, match=message):
+        layer(**{"tgt": X, **arguments})
+
+
+@torch.no_grad()
+def test_dilated_cross_attention_does_not_decode() -> None:
+    layer = make(DilatedTransformerDecoderLayer, cross_attention="dilated").eval()
+    with pytest.raises(ValueError, match=r"dilated cross attention needs all of the target .* got a cache"):
+        layer(X, X, cache=layer.self_attn.make_cache(B))
