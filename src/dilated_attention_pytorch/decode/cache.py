@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention_op import without_autocast
 from ..checks import autocast_inputs, check_execution, check_new_tokens
 from ..core.blocks import check_positive_int
+from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .attend import Stream
@@ -99,7 +100,7 @@ class DilatedKVCache:
         """What the keys and values held here take."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None
     ) -> Tensor:

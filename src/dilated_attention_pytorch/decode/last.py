@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..attention_op import without_autocast
 from ..checks import autocast_inputs, check_execution, check_new_tokens
+from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .attend import Stream
@@ -17,7 +18,7 @@ from .lanes import Lane
 from .rows import row_runs, whole_numbers
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attend_last(
     q: Tensor,
     k: Tensor,

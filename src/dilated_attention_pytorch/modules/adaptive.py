@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
 from ..checks import autocast_inputs, check_inputs
 from ..core.blocks import check_positive_int
+from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, finite_float
@@ -159,7 +160,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         return row, torch.einsum("bnhd,hdf->bnhf", keys, self.key_scorer.to(keys.dtype))
 
     # What is kept depends on values, which no compiler can trace.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def choose(
         self, row: Tensor, keys: Tensor, is_causal: bool = False, mask: Tensor | None = None
     ) -> BlockPattern:

@@ -15,6 +15,7 @@ from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
+from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
@@ -129,7 +130,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
     def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
         """What is attended, before the values are known."""
         pattern: BlockPattern | str = self._recipe if self.pattern is None else self.pattern
-        if self._is_adaptive:
+        if self._is_adaptive and self.sparse_config is not None:
             query, key, _ = autocast_inputs(query, key, key)
             pattern = _content_pattern(self.sparse_config, query, key, is_causal, mask)
         return Prepared(query, key, pattern, self.spec.scale)
@@ -248,7 +249,7 @@ class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
 
 
 # The pattern depends on values, which no compiler can trace.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _content_pattern(
     config: SparsePatternConfig, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None
 ) -> BlockPattern:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
 from ..core.blocks import check_flags
+from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
 from .attention import DilatedAttention
@@ -262,9 +263,9 @@ class MultiheadSkin(nn.Module):
         n, device = call.sizes()[1], call.query.device
         if self._is_sharded:
             ring = self.attention.ring
-            return shard_positions(n, ring.group, device, ring.timeout)  # type: ignore[no-any-return]
+            return shard_positions(n, ring.group, device, ring.timeout)
         if call.cache is not None:
-            return _continued(call.cache, n, device)  # type: ignore[no-any-return]
+            return _continued(call.cache, n, device)
         return torch.arange(n, device=device)
 
     def _chosen_positions(self, call: Call, own: Tensor | None) -> Tensor | None:
@@ -340,7 +341,7 @@ class MultiheadSkin(nn.Module):
 
 
 # Its lengths change from call to call, and compilers would make a graph for each.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _continued(cache: DilatedKVCache, n: int, device: torch.device) -> Tensor:
     """The positions of the next n tokens of each row: (n,) if all rows are as long, else (b, n)."""
     starts, positions = cache.lengths, torch.arange(n, device=device)

@@ -17,6 +17,7 @@ from ..core import AttentionBufferManager, MemoryPool
 from ..core.attention_buffer_manager import Settings, shared_buffer_manager
 from ..core.blocks import check_flags
 from ..core.host_memory import describe_bytes, device_memory
+from ..core.tracing import uncompiled
 from ..ring.schedule import STRATEGIES
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, one_of
 from .ring import RingDilatedAttentionV2, RingOptions
@@ -189,7 +190,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             return super()._attend(q, k, v, is_causal, mask).to(query.dtype)
 
     # A log record is no part of a graph.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _log_memory(self, out: Tensor) -> None:
         stats, memory = self.memory_pool.get_stats(), device_memory(out.device)
         LOGGER.info(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.tracing import constant_result, uncompiled
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
@@ -50,7 +51,7 @@ class RingOptions:
         return int(self._count())
 
     # Compilers cannot look into a group, whose size is constant.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_result
     def _count(self) -> int:
         return group_size(self.group)
 
@@ -85,14 +86,14 @@ class RingOptions:
 
 
 # Compilers cannot look into a group: they break the graph here.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def check_together(ring: RingOptions, check: Callable[[], _T]) -> _T:
     """Checks a call; what is wrong with it in one process becomes an error of all."""
     with sharing_errors(ring.group, ring.timeout):
         return check()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def raise_together(ring: RingOptions, error: Exception) -> None:
     """Raises an error of one process before a call, in all of them."""
     with sharing_errors(ring.group, ring.timeout):

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from ..checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
 from ..core.blocks import check_flags, check_positive_int
 from ..core.pattern_cache import get_global_pattern_cache
+from ..core.tracing import uncompiled
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
@@ -75,7 +75,7 @@ def ring_dilated_attention(
 
 
 # Transfers cannot be traced: compilers break the graph here.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled  # type: ignore[misc]  # the overloads leave the options open
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from ..block_ops import BY_THREADS, BlockOptions, sized
@@ -14,6 +13,7 @@ from ..block_sparse import block_sparse_attention, check_fit
 from ..checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
 from ..core.block_patterns import get_block_pattern_cache
 from ..core.blocks import check_flags, check_positive_int
+from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec
 from .agreement import agree, check_alone, nothing, rank_seed
@@ -41,7 +41,7 @@ def ring_block_sparse_attention(
 
 
 # Transfers cannot be traced: compilers break the graph here.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled  # type: ignore[misc]  # the overloads leave the options open
 def ring_block_sparse_attention(
     q: Tensor,
     k: Tensor,

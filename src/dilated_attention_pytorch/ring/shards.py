@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.tracing import uncompiled
 from .agreement import agree
 from .comm import Group, Ring, check_timeout, digest, find_ring
 from .rounds import check_lengths, even_shards
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | None = None) -> tuple[int, int]:
     """The positions [start, stop) of this rank in a sequence of n tokens; by default as even as possible."""
     _check_count("n", n)
@@ -36,7 +37,7 @@ def shard_sequence(
     return x.narrow(dim, start, stop - start)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def unshard_sequence(
     x: Tensor, dim: int = 1, group: Group = None, timeout: float | timedelta | None = None
 ) -> Tensor:
@@ -61,7 +62,7 @@ def unshard_sequence(
     return joined
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def shard_lengths_of(
     n_local: int, group: Group = None, timeout: float | timedelta | None = None
 ) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ def shard_lengths_of(
     return tuple(row[0] for row in table)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def shard_positions(
     n_local: int,
     group: Group = None,

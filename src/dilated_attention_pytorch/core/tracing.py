@@ -1,0 +1,36 @@
+"""What `torch.compile` must not look into, said without importing the compiler: that takes seconds.
+
+`torch.compiler.disable` and `assume_constant_result` import it when they decorate. These set the same marks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """The function, which runs as it is in the midst of compiled code, as do those that it calls."""
+    disabled: Callable[..., Any] | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:  # else nothing can be compiled yet
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return (disabled or function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(Function, call)
+
+
+def constant_result(function: Function) -> Function:
+    """The function, whose result compiled code takes as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
