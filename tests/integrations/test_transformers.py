@@ -544,8 +544,19 @@ def test_cross_attention_is_refused(n: int) -> None:
     "mask", [torch.ones(1, 1, 5, 5), torch.ones(1, 1, 5, 5, dtype=torch.bool)], ids=["float", "bool"]
 )
 def test_mask_of_pairs_is_refused(mask: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"bool with one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"
+    ):
         made(llama, DILATED)(tokens(1, 5), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(1, 10).long(), torch.ones(1, 10), torch.ones(1, 11).bool()], ids=str
+)
+def test_masks_of_other_making_are_refused(mask: Tensor) -> None:
+    x = torch.randn(1, 4, 10, 8)
+    with pytest.raises(ValueError, match=r"attention_mask must be bool .* for \(1, 10\) keys"):
+        dilated_attention_forward(layer(), x, x, x, mask)
 
 
 def test_mask_that_forgets_the_cache_is_refused() -> None:

@@ -1,7 +1,7 @@
 """Rows in which not every place holds a token: segments count tokens, and padding takes no place in them.
 
-Masks are (b, N): bool with True at tokens, or integers that number the documents of each row. Results at
-padding are zeros.
+Masks are (b, N): bool with True at tokens, or int32, the number of each token's document in its row.
+Results at padding are zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.tracing import uncompiled
 from ..decode import attend_last
 from ..functional import dilated_attention
 
@@ -22,7 +23,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options:
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     (b, n), is_packed = mask.shape, mask.dtype != torch.bool
     row = torch.arange(b, device=mask.device)[:, None]
@@ -40,7 +41,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[
     return out.view(b, n, *out.shape[1:])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attend_new(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """The last n of N places, (b, n, h, d), with the options of `attend_last`; causal, without gradients."""
     if mask is None:

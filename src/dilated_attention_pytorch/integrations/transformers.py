@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.tracing import uncompiled
 from .settings import check_settings
 from .token_rows import attend_new, attend_rows
 
@@ -83,7 +84,7 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
     model.set_attn_implementation(name)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def dilated_attention_mask(
     batch_size: int,
     q_length: int,
@@ -101,7 +102,7 @@ def dilated_attention_mask(
 
     Returns:
         None where all kv_length positions are tokens; or a bool mask (b, tokens so far), True at tokens and
-        False at padding, which is shorter than the keys of a static cache; or an integer mask (b, n), the
+        False at padding, which is shorter than the keys of a static cache; or an int32 mask (b, n), the
         number of the document of each token, where position_ids pack several into a row.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -142,7 +143,7 @@ def _documents(
     starts = torch.where(is_first, here, 0).cummax(1).values
     if bool(ahead.any()) or not bool(mask_function(rows, 0, here, starts).all()):
         raise ValueError("dilated attention cannot honour a mask that is not causal within documents")
-    return None if bool(joined.all()) else is_first.cumsum(1)
+    return None if bool(joined.all()) else is_first.cumsum(1, dtype=torch.int32)
 
 
 def dilated_attention_forward(
@@ -233,10 +234,11 @@ def _check_mask(
 ) -> Tensor | None:
     """The mask of a call; boundaries of documents, as for flash attention, become one."""
     if mask is not None:
-        is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()
-        if not is_mask or mask.shape[0] != q.shape[0] or not q.shape[1] <= mask.shape[1] <= k.shape[1]:
+        # A mask of a model's own making, which is int64 or float, must not pass for the numbers of documents.
+        is_ours = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype in (torch.bool, torch.int32)
+        if not is_ours or mask.shape[0] != q.shape[0] or not q.shape[1] <= mask.shape[1] <= k.shape[1]:
             raise ValueError(
-                "attention_mask must have one entry a token, (b, N), and not one a pair of tokens, got "
+                "attention_mask must be bool with one entry a token, (b, N), not one a pair of tokens, got "
                 f"{getattr(mask, 'dtype', type(mask).__name__)} of shape {tuple(getattr(mask, 'shape', ()))} "
                 f"for {tuple(k.shape[:2])} keys"
             )
@@ -248,7 +250,7 @@ def _check_mask(
                 f"got {q.shape[0]} rows{' with padding' if is_padded else ''}"
             )
         places = torch.arange(k.shape[1], device=q.device, dtype=boundaries.dtype)
-        mask = torch.bucketize(places, boundaries.to(q.device), right=True)[None]
+        mask = torch.bucketize(places, boundaries.to(q.device), right=True, out_int32=True)[None]
     if mask is not None and mask.dtype != torch.bool and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"packed documents cannot continue from a cache, got {q.shape[1]} of {k.shape[1]} tokens"
