@@ -100,9 +100,9 @@ def train(model: LongNetLM, text: Tensor, options: argparse.Namespace) -> None:
 
 def write(model: LongNetLM, options: argparse.Namespace) -> None:
     prompt = torch.tensor([list(options.prompt.encode())])
-    how = {}
+    how = {"temperature": options.temperature, "top_p": options.top_p}
     if options.sample:
-        how = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+        how["seed"] = options.seed
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several bytes
     print(f"\n{options.prompt}", end="", flush=True)
     begin = time.perf_counter()

@@ -136,8 +136,6 @@ def test_caches_are_of_the_models_dtype() -> None:
 def test_generation_under_autocast(dtype: torch.dtype) -> None:
     model, prompt = make(dtype=dtype), torch.randint(VOCAB, (1, 9))
     with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.bfloat16 if dtype == torch.float32 else torch.float64
-        assert {cache.dtype for cache in model.make_caches(1)} == {expected}
         out = model.generate(prompt, 12)
         logits = model(out)
     # Rounding may decide between near equals: a chosen token is at least nearly the likeliest.

@@ -163,6 +163,15 @@ def test_dilated_cross_attention_reads_the_positions_of_its_segments() -> None:
         model(src, tgt[:, :5])
 
 
+def test_the_decoder_runs_step_by_step() -> None:
+    model = make(dtype=torch.float64)
+    src, tgt = (torch.randn(2, n, 24, dtype=torch.float64) for n in (13, 29))
+    with torch.no_grad():
+        memory, caches = model.encoder(src), model.decoder.make_caches(2)
+        steps = [model.decoder(part, memory, caches=caches) for part in tgt.split([11, *[1] * 18], 1)]
+        assert_close(torch.cat(steps, 1), model(src, tgt), torch.float64)
+
+
 @pytest.mark.parametrize("position_encoding", [None, "rotary", "xpos"])
 def test_the_future_cannot_change_the_past(position_encoding: str | None) -> None:
     model = make_lm(position_encoding=position_encoding, dtype=torch.float64)

@@ -199,14 +199,8 @@ class LongNetLM(PretrainedModel):
         return nn.functional.linear(features, head.weight)
 
     def make_caches(self, batch_size: int) -> list[DilatedKVCache]:
-        """Empty caches for `forward`, one a layer, of the device of the weights.
-
-        Their dtype is that of the weights, too, or the one of `torch.autocast` where it is on.
-        """
-        weight, dtype = self.embed_tokens.weight, None
-        if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(weight.device.type)
-        return self.decoder.make_caches(batch_size, dtype=dtype)
+        """Empty caches for `forward`, one a layer; see `LongNetDecoder.make_caches`."""
+        return self.decoder.make_caches(batch_size)
 
     def generate(
         self,
