@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
+from dilated_attention_pytorch import LongNetViT
 
 
 def parse() -> argparse.Namespace:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.longnet import LongNetLM
+from dilated_attention_pytorch import LongNetLM
 
 # The beginning of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865.
 TEXT = """\

@@ -30,6 +30,21 @@ def launch(num_ranks: int, example: str, *arguments: str) -> str:
     return result.stdout
 
 
+def run_example(example: str, *arguments: str) -> str:
+    """What an example of one process prints; an error or a warning is a failure."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / example), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
 def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\S+)$", text, re.MULTILINE)]
 
@@ -55,6 +70,36 @@ def test_training_on_two_ranks_with_sharded_parameters_is_that_of_one_process() 
     alone = losses(launch(1, "train_ring_ddp.py", "--steps", "3", "--ring", "1"))
     assert len(alone) == 2
     assert sharded == pytest.approx(alone, abs=2e-3)
+
+
+def test_a_model_of_bytes_learns_writes_and_writes_the_same_from_its_files(tmp_path: Path) -> None:
+    writing = ("--tokens", "30", "--prompt", "when the Rabbit", "--sample", "--seed", "1")
+    training = ("--batch", "2", "--length", "64", "--steps", "26", "--checkpoint")
+    trained = run_example("generate_text.py", *training, *writing, "--save", str(tmp_path / "model"))
+    loaded = run_example("generate_text.py", "--load", str(tmp_path / "model"), *writing)
+    first, last = losses(trained)
+    assert last < first - 2
+    texts = [
+        re.findall(r"\n(when the Rabbit.*)\n\n\d+ bytes a second\n$", x, re.S) for x in (trained, loaded)
+    ]
+    assert texts[0] == texts[1] != []
+
+
+def test_a_slide_is_encoded_from_a_file_of_weights() -> None:
+    text = run_example("encode_slide.py", "--tiles", "200", "--depth", "1", "--global-pool")
+    assert "8,279,808 parameters, 1 layers" in text
+    assert "embedding (1, 768)" in text
+    peak = re.search(r"^peak memory (\S+) GB$", text, re.MULTILINE)
+    assert peak is not None
+    assert 0.1 < float(peak[1]) < 2
+
+
+def test_a_model_of_transformers_learns_and_goes_on_from_padded_prompts() -> None:
+    sizes = ("--steps", "30", "--length", "64", "--batch", "2", "--new-tokens", "10")
+    text = run_example("huggingface_llama.py", *sizes)
+    first, last = losses(text)
+    assert last < first - 2
+    assert len(re.findall(r"^'.+'$", text, re.MULTILINE)) == 3
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

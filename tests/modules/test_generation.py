@@ -68,7 +68,8 @@ def test_greedy_tokens_are_those_of_full_forwards(
         {"kind": "improved"},
         {"head_mixing": "grouped", "head_offsets": "blocked", "tail": "phantom"},
         {"tie_embeddings": False, "sub_layer_norm": False, "normalize_output": False},
-        {"softmax_scale": 0.5, "activation": "relu", "rotary_base": 100.0, "xpos_scale_base": 64},
+        {"softmax_scale": 0.5, "activation": "relu", "rotary_base": 100.0},
+        {"position_encoding": "xpos", "xpos_scale_base": 64},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -170,7 +170,7 @@ class LongNetLMConfig(StackConfig):
 
     vocab_size: int
     num_layers: int = 12
-    position_encoding: str | None = "xpos"
+    position_encoding: str | None = "rotary"
     tie_embeddings: bool = True
     pad_token: int = 0
 
