@@ -111,9 +111,9 @@ class LongNetLM(PretrainedModel):
     Args:
         vocab_size, d_model, nhead, num_layers: sizes.
         settings: the other fields of `LongNetLMConfig`, such as segment_lengths, dilation_rates, dropout,
-            position_encoding ("rotary" by default), tie_embeddings, pad_token, checkpoint_activations; what is
-            no field goes to the attention modules, such as head_offsets="blocked". All is plain data, so that
-            it can be saved.
+            position_encoding ("rotary" by default), tie_embeddings, pad_token, checkpoint_activations; what
+            is no field goes to the attention modules, such as head_offsets="blocked". All is plain data, so
+            that it can be saved.
         device, dtype: of the parameters.
 
     Embeddings are scaled by sqrt(d_model). With tie_embeddings their weights are those of the output as well,
