@@ -300,6 +300,21 @@ def test_device_and_dtype_are_those_of_the_first_tokens() -> None:
         cache.attend(*[x.double()] * 3)
 
 
+@pytest.mark.parametrize("change", ["reorder", "load_state_dict"])
+def test_what_inference_mode_changed_can_be_written_outside_it(change: str) -> None:
+    cache = DilatedKVCache([8], [1], batch_size=2, num_kv_heads=2, head_dim=4)
+    x = torch.randn(2, 3, 2, 4)
+    with torch.inference_mode():
+        cache.attend(x, x, x)
+        if change == "reorder":
+            cache.reorder([1, 0])
+        else:
+            cache.load_state_dict(cache.state_dict())
+    with torch.no_grad():
+        cache.attend(x, x, x)
+    assert cache.lengths == (6, 6)
+
+
 def test_autocast_casts_as_in_the_full_forward() -> None:
     cache = DilatedKVCache([8], [1], batch_size=1, num_kv_heads=2, head_dim=4)
     x = torch.randn(1, 3, 2, 4)
@@ -360,7 +375,7 @@ def test_bad_reordering_and_states() -> None:
     cache.attend(X, X, X)
     for index, message in (
         ([0, 2], "between 0 and 1, got 2"),
-        ([], "one entry for each of the 1 rows, got 0"),
+        ([], "at least one entry, got none"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.reorder(index)
@@ -377,6 +392,12 @@ def test_bad_reordering_and_states() -> None:
         cache.load_state_dict({**state, "lanes.0": state["lanes.0"].double()})
     with pytest.raises(ValueError, match="lengths must lie between"):
         cache.load_state_dict({**state, "lengths": [3, -1]})
+    with pytest.raises(
+        TypeError, match=r"dtype of a state must be a floating-point torch.dtype, got torch.int"
+    ):
+        bad_cache().load_state_dict({**state, "lanes.0": state["lanes.0"].int()})
+    with pytest.raises(TypeError, match="index must be a sequence or tensor of integers, got 3"):
+        cache.reorder(3)  # type: ignore[arg-type]
     assert cache.lengths == (3, 3)
 
 

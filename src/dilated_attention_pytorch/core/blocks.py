@@ -209,6 +209,12 @@ def check_flags(**flags: bool) -> None:
             raise TypeError(f"{name} must be a bool, got {flag!r}")
 
 
+def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raises unless it is None or a floating-point dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
+
+
 def check_positive_int(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..attention_op import without_autocast
 from ..checks import autocast_inputs, check_execution, check_new_tokens
-from ..core.blocks import check_positive_int
+from ..core.blocks import check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
@@ -71,8 +72,7 @@ class DilatedKVCache:
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         check_execution(kernel, workspace_bytes, "fresh", True)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        check_float_dtype("dtype", dtype)
         self.spec, self.head_dim = spec, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.device = None if device is None else torch.device(device)
@@ -143,11 +143,13 @@ class DilatedKVCache:
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
-        num = index.numel() if isinstance(index, Tensor) else len(index)
-        rows = whole_numbers("index", index, max(1, num), self.batch_size - 1)
+        rows = whole_numbers("index", index, None, self.batch_size - 1)
+        with _ordinary_tensors():
+            self._buffers = {
+                lane: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
+                for lane, buffer in self._buffers.items()
+            }
         self._lengths = [self._lengths[row] for row in rows]
-        for lane, buffer in self._buffers.items():
-            self._buffers[lane] = buffer.index_select(1, torch.tensor(rows, device=buffer.device))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain data for `load_state_dict`; `torch.load(weights_only=True)` reads them."""
@@ -174,14 +176,16 @@ class DilatedKVCache:
         shapes = {name: tuple(x.shape) for name, x in held.items() if isinstance(x, Tensor)}
         if shapes != expected:
             raise ValueError(f"the state must hold tensors of the shapes {expected}, got {shapes}")
-        dtypes = {x.dtype for x in held.values()}
-        if dtypes - {self.dtype or next(iter(dtypes), None)}:
-            raise TypeError(f"this cache holds {self.dtype or 'one dtype'}, the state {dtypes}")
-        lanes = self._stream.lanes
-        with torch.no_grad():
-            copies = {lanes[int(name[6:])]: x.to(self.device, copy=True) for name, x in held.items()}
+        places = {(x.device, x.dtype) for x in held.values()}
+        device, dtype = next(iter(places), (self.device, self.dtype))
+        check_float_dtype("dtype of a state", dtype)
+        if len(places) > 1 or self.dtype not in (None, dtype):
+            raise TypeError(f"this cache holds {self.dtype or 'one dtype'}, the state {_names(places)}")
+        lanes, device = self._stream.lanes, self.device or device
+        with _ordinary_tensors():
+            copies = {lanes[int(name[6:])]: x.detach().to(device, copy=True) for name, x in held.items()}
         self._buffers, self._lengths = copies, lengths
-        self.dtype = next(iter(dtypes), self.dtype)
+        self.device, self.dtype = device, dtype
 
     def _settings(self) -> dict[str, Any]:
         spec = self.spec
@@ -245,7 +249,7 @@ class DilatedKVCache:
                 continue
             rows = min(lane.capacity, max(rows, 2 * held, _LEAST_ROWS))
             shape = (2, self.batch_size, len(lane.kv_heads), rows, self.head_dim)
-            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside it
+            with _ordinary_tensors():
                 grown = torch.empty(shape, dtype=self.dtype, device=self.device)
             if buffer is not None:
                 grown[:, :, :, :held] = buffer
@@ -254,6 +258,17 @@ class DilatedKVCache:
     def _rows_held(self, lane: Lane, lengths: list[int]) -> int:
         """Rows of a lane that the next token of some row could read."""
         return max(lane.rows_before(length % lane.window) for length in lengths)
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Tensors made here can be written to later, which those of inference mode could not outside it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _names(places: Iterable[tuple[torch.device, torch.dtype]]) -> str:
+    return " and ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
 
 
 def _last_segment(lane: Lane, start: int, end: int) -> int:
