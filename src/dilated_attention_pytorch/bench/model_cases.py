@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..modules.longnet_vit_config import GIGAPATH_RATES, gigapath_segment_lengths
 from .config import Config
 
 GIGABYTE = 10**9
@@ -62,7 +63,7 @@ MODEL_KINDS: dict[str, type[ModelCase]] = {"decode": DecodeCase, "train": TrainC
 
 _DECODE = Config(8, 64, (2048, 4096, 8192, 16384), (1, 2, 4, 8), is_causal=True)
 _TRAIN = Config(4, 64, (2048, 4096, 8192), (1, 2, 4), is_causal=True)
-_SLIDE = Config(16, 48, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+_SLIDE = Config(16, 48, gigapath_segment_lengths(), GIGAPATH_RATES)
 _QUICK = Config(4, 16, (32, 64, 128), (1, 2, 4), is_causal=True)
 _QUICK_SLIDE = Config(4, 16, (16, 32, 64, 128, 256), (1, 2, 4, 8, 16))
 
