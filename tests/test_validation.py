@@ -73,6 +73,7 @@ X = torch.randn(1, 16, 4, 8)
             r"head_slice must be two integers \(first, total\), got \(0, 4.0\)",
         ),
         ({"head_slice": 3}, TypeError, "head_slice must be two integers"),
+        ({"head_slice": (0, 2**31)}, ValueError, r"a total below 2\*\*31, got 2147483648"),
         ({"head_slice": (2, 5)}, ValueError, r"first \+ 4 heads of q within total, got \(2, 5\)"),
         (
             {"head_slice": (1, 8), "k": X[:, :, :2], "v": X[:, :, :2]},

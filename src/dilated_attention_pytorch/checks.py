@@ -11,7 +11,7 @@ from .core.blocks import check_positive_int
 from .core.sources import check_memory
 from .kernels import check_kernel_name
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,6 +50,8 @@ def check_head_slice(head_slice: tuple[int, int], h: int, h_kv: int) -> None:
     if not isinstance(head_slice, (tuple, list)) or [type(x) for x in head_slice] != [int, int]:
         raise TypeError(f"head_slice must be two integers (first, total), got {head_slice!r}")
     (first, total), group = head_slice, h // h_kv
+    if total >= 2**31:
+        raise ValueError(f"head_slice must have a total below 2**31, got {total}")
     if not 0 <= first <= total - h:
         raise ValueError(f"head_slice must hold first + {h} heads of q within total, got {tuple(head_slice)}")
     if first % group or total % group:
@@ -78,7 +80,7 @@ def check_inputs(
             )
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -107,6 +109,8 @@ def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_inputs(q, k, v, None, None, same_length=False)
     if k.shape[1] < 1:
         raise ValueError(f"k must have at least one position, got shape {tuple(k.shape)}")
+    if q.is_meta:
+        raise ValueError(f"{name} needs tensors with values, got the meta device")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError(
             f"{name} has no gradient: call it under torch.no_grad() or torch.inference_mode(), got tensors "

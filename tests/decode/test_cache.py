@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from dataclasses import dataclass
 from typing import Any
@@ -300,7 +301,7 @@ def test_device_and_dtype_are_those_of_the_first_tokens() -> None:
         cache.attend(*[x.double()] * 3)
 
 
-@pytest.mark.parametrize("change", ["reorder", "load_state_dict"])
+@pytest.mark.parametrize("change", ["reorder", "load_state_dict", "deepcopy"])
 def test_what_inference_mode_changed_can_be_written_outside_it(change: str) -> None:
     cache = DilatedKVCache([8], [1], batch_size=2, num_kv_heads=2, head_dim=4)
     x = torch.randn(2, 3, 2, 4)
@@ -308,8 +309,10 @@ def test_what_inference_mode_changed_can_be_written_outside_it(change: str) -> N
         cache.attend(x, x, x)
         if change == "reorder":
             cache.reorder([1, 0])
-        else:
+        elif change == "load_state_dict":
             cache.load_state_dict(cache.state_dict())
+        else:
+            cache = copy.deepcopy(cache)
     with torch.no_grad():
         cache.attend(x, x, x)
     assert cache.lengths == (6, 6)
@@ -360,6 +363,7 @@ def test_bad_settings(changes: dict[str, Any], error: type[Exception], message: 
         ((X, X, X), {"lengths": [1, 4]}, ValueError, "lengths must lie between 0 and 3, got 4"),
         ((X, X, X), {"lengths": [1, 1.0]}, TypeError, "lengths must hold integers, got 1.0"),
         ((X, X, X), {"lengths": torch.ones(2)}, TypeError, "lengths must hold integers, got torch.float32"),
+        ((X.to("meta"),) * 3, {}, ValueError, "needs tensors with values, got the meta device"),
         ((X.clone().requires_grad_(), X, X), {}, ValueError, "has no gradient: call it under torch.no_grad"),
     ],
 )
@@ -368,6 +372,13 @@ def test_bad_tokens(tensors: Any, options: Any, error: type[Exception], message:
     with pytest.raises(error, match=message):
         cache.attend(*tensors, **options)
     assert cache.lengths == (0, 0)
+
+
+def test_a_call_that_fails_fixes_neither_device_nor_dtype() -> None:
+    cache = bad_cache(kernel="cuda")
+    with pytest.raises(ValueError, match="kernel 'cuda' cannot run this call"):
+        cache.attend(X, X, X)
+    assert (cache.device, cache.dtype) == (None, None)
 
 
 def test_bad_reordering_and_states() -> None:
@@ -386,16 +397,22 @@ def test_bad_reordering_and_states() -> None:
     for bad in ({}, 3):
         with pytest.raises(ValueError, match=r"what DilatedKVCache.state_dict returns"):
             cache.load_state_dict(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the state must hold tensors of the shapes"):
+    with pytest.raises(ValueError, match="the state must hold dense tensors of the shapes"):
         cache.load_state_dict({**state, "lanes.0": state["lanes.0"][:, :, :, :2]})
     with pytest.raises(TypeError, match=r"this cache holds torch.float32, the state"):
         cache.load_state_dict({**state, "lanes.0": state["lanes.0"].double()})
     with pytest.raises(ValueError, match="lengths must lie between"):
         cache.load_state_dict({**state, "lengths": [3, -1]})
-    with pytest.raises(
-        TypeError, match=r"dtype of a state must be a floating-point torch.dtype, got torch.int"
-    ):
-        bad_cache().load_state_dict({**state, "lanes.0": state["lanes.0"].int()})
+    lane = state["lanes.0"]
+    for dtype in (torch.int32, torch.complex64, torch.float8_e5m2):
+        with pytest.raises(TypeError, match=f"this cache holds one float dtype, the state {dtype} on cpu"):
+            bad_cache().load_state_dict({**state, "lanes.0": lane.to(dtype)})
+    for odd in ("x", lane.to_sparse(), lane.to("meta")):
+        with pytest.raises(ValueError, match="must hold dense tensors of the shapes"):
+            bad_cache().load_state_dict({**state, "lanes.0": odd})
+    for name in ("foo", 5, "lanes.7"):
+        with pytest.raises(ValueError, match=f"what DilatedKVCache.state_dict returns, got .*{name}"):
+            bad_cache().load_state_dict({**state, name: lane})
     with pytest.raises(TypeError, match="index must be a sequence or tensor of integers, got 3"):
         cache.reorder(3)  # type: ignore[arg-type]
     assert cache.lengths == (3, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,3 +72,13 @@ def test_even_parts_cover_evenly(total: int, at_most: int) -> None:
     assert [i for start, count in parts for i in range(start, start + count)] == list(range(total))
     assert len(parts) == -(-total // at_most)
     assert max(count for _, count in parts) <= at_most
+
+
+@pytest.mark.parametrize("options", [{}, {"head_offsets": "blocked"}, {"head_mixing": "grouped"}])
+def test_heads_of_a_part_are_counted_without_the_others(options: dict[str, Any]) -> None:
+    spec = DilatedSpec((8, 16, 32), (1, 2, 3), **options)
+    for branch in range(3):
+        whole = branch_heads(spec, branch, 30, 10)
+        assert branch_heads(spec, branch, 30, 10, range(9, 15)) == [x for x in whole if 9 <= x.head < 15]
+        total = 2**31 - 1  # nothing here may take time or memory of that size
+        assert len(branch_heads(spec, branch, total, total, range(total - 4, total))) in (0, 4)

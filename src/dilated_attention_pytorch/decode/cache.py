@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention_op import without_autocast
-from ..checks import autocast_inputs, check_execution, check_new_tokens
+from ..checks import DTYPES, autocast_inputs, check_execution, check_new_tokens
 from ..core.blocks import check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
@@ -120,10 +119,9 @@ class DilatedKVCache:
         self._check_fit(q, k)
         b, m = q.shape[:2]
         news = whole_numbers("lengths", [m] * b if lengths is None else lengths, b, m)
-        self.device, self.dtype = q.device, q.dtype
         runs = list(row_runs(list(zip(self._lengths, news, strict=True))))
         with torch.no_grad(), without_autocast(q.device):
-            self._reserve(news)
+            self._reserve(news, q.device, q.dtype)
             if len(runs) == 1 and news[0] == m:
                 out = self._attend_run(slice(None), self._lengths[0], q, k, v)
             else:
@@ -135,6 +133,7 @@ class DilatedKVCache:
                 if new > 1:
                     self._append(rows, start, k[rows, :new], v[rows, :new])
         self._lengths = [old + new for old, new in zip(self._lengths, news, strict=True)]
+        self.device, self.dtype = q.device, q.dtype
         return out
 
     def reset(self) -> None:
@@ -144,11 +143,10 @@ class DilatedKVCache:
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
         rows = whole_numbers("index", index, None, self.batch_size - 1)
-        with _ordinary_tensors():
-            self._buffers = {
-                lane: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
-                for lane, buffer in self._buffers.items()
-            }
+        self._buffers = {
+            lane: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
+            for lane, buffer in self._buffers.items()
+        }
         self._lengths = [self._lengths[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,8 +159,10 @@ class DilatedKVCache:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state of a cache with the same settings; nothing changes unless all of it fits."""
-        if not isinstance(state, Mapping) or not {"settings", "lengths"} <= state.keys():
-            raise ValueError("state must be what DilatedKVCache.state_dict returns, got something else")
+        names = {"settings", "lengths", *(f"lanes.{i}" for i in range(len(self._stream.lanes)))}
+        if not isinstance(state, Mapping) or not {"settings", "lengths"} <= state.keys() <= names:
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"state must be what DilatedKVCache.state_dict returns, got {got}")
         if state["settings"] != self._settings():
             raise ValueError(f"the state has the settings {state['settings']}, the cache {self._settings()}")
         lengths = whole_numbers("lengths", state["lengths"], self.batch_size, 2**62)
@@ -172,18 +172,16 @@ class DilatedKVCache:
             for i, lane in enumerate(self._stream.lanes)
             if (rows := self._rows_held(lane, lengths))
         }
-        held = {name: x for name, x in state.items() if name.startswith("lanes.")}
-        shapes = {name: tuple(x.shape) for name, x in held.items() if isinstance(x, Tensor)}
+        held = {name: state[name] for name in sorted(state.keys() - {"settings", "lengths"})}
+        shapes = {name: tuple(x.shape) if _is_dense(x) else type(x).__name__ for name, x in held.items()}
         if shapes != expected:
-            raise ValueError(f"the state must hold tensors of the shapes {expected}, got {shapes}")
+            raise ValueError(f"the state must hold dense tensors of the shapes {expected}, got {shapes}")
         places = {(x.device, x.dtype) for x in held.values()}
         device, dtype = next(iter(places), (self.device, self.dtype))
-        check_float_dtype("dtype of a state", dtype)
-        if len(places) > 1 or self.dtype not in (None, dtype):
-            raise TypeError(f"this cache holds {self.dtype or 'one dtype'}, the state {_names(places)}")
+        if len(places) > 1 or self.dtype not in (None, dtype) or dtype not in (None, *DTYPES):
+            raise TypeError(f"this cache holds {self.dtype or 'one float dtype'}, the state {_names(places)}")
         lanes, device = self._stream.lanes, self.device or device
-        with _ordinary_tensors():
-            copies = {lanes[int(name[6:])]: x.detach().to(device, copy=True) for name, x in held.items()}
+        copies = {lanes[int(name[6:])]: x.detach().to(device, copy=True) for name, x in held.items()}
         self._buffers, self._lengths = copies, lengths
         self.device, self.dtype = device, dtype
 
@@ -236,8 +234,10 @@ class DilatedKVCache:
                 chosen = lane.of_keys(new[:, begin :: lane.rate][:, : after - first])
                 held[rows, :, first:after] = chosen.transpose(1, 2)
 
-    def _reserve(self, news: list[int]) -> None:
+    def _reserve(self, news: list[int], device: torch.device, dtype: torch.dtype) -> None:
         """Memory for the rows that these tokens add, doubled when it must grow."""
+        if not torch.is_inference_mode_enabled():  # what was made in that mode could not be written to
+            self._buffers = {lane: x.clone() if x.is_inference() else x for lane, x in self._buffers.items()}
         ends = [(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new]
         for lane in self._stream.lanes:
             rows = max(
@@ -249,8 +249,8 @@ class DilatedKVCache:
                 continue
             rows = min(lane.capacity, max(rows, 2 * held, _LEAST_ROWS))
             shape = (2, self.batch_size, len(lane.kv_heads), rows, self.head_dim)
-            with _ordinary_tensors():
-                grown = torch.empty(shape, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):
+                grown = torch.empty(shape, dtype=dtype, device=device)
             if buffer is not None:
                 grown[:, :, :, :held] = buffer
             self._buffers[lane] = grown
@@ -260,11 +260,8 @@ class DilatedKVCache:
         return max(lane.rows_before(length % lane.window) for length in lengths)
 
 
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """Tensors made here can be written to later, which those of inference mode could not outside it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def _is_dense(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_meta
 
 
 def _names(places: Iterable[tuple[torch.device, torch.dtype]]) -> str:

@@ -82,14 +82,17 @@ def even_parts(total: int, at_most: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, total - start)
 
 
-def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: int) -> list[Head]:
-    """The query heads that serve a branch, with their row offsets."""
+def branch_heads(
+    spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: int, among: range | None = None
+) -> list[Head]:
+    """The query heads that serve a branch, with their row offsets; of all heads, or of those `among`."""
     rate = spec.dilation_rates[branch]
-    heads = range(num_heads)
+    heads = range(num_heads) if among is None else among
     if spec.head_mixing == "grouped":
         size, extra = divmod(num_heads, len(spec.dilation_rates))
         first = branch * size + min(branch, extra)
-        heads = range(first, first + size + (branch < extra))
+        after = first + size + (branch < extra)
+        heads = range(max(first, heads.start), min(after, heads.stop))
         offsets = dict.fromkeys(heads, branch % rate)
     elif spec.head_offsets == "blocked":
         offsets = {h: h // -(-num_heads // rate) for h in heads}
@@ -114,13 +117,10 @@ class Part(NamedTuple):
     def branch_heads(self, spec: DilatedSpec, branch: int, shape: Shape) -> list[Head]:
         """The heads of a branch that are at hand, counted from the first of them."""
         per_kv = shape.h // shape.h_kv
-        heads = branch_heads(spec, branch, self.num_heads, self.num_heads // per_kv)
+        at_hand = range(self.head, self.head + shape.h)
+        heads = branch_heads(spec, branch, self.num_heads, self.num_heads // per_kv, at_hand)
         first_kv = self.head // per_kv
-        return [
-            Head(head - self.head, row, kv - first_kv)
-            for head, row, kv in heads
-            if self.head <= head < self.head + shape.h
-        ]
+        return [Head(head - self.head, row, kv - first_kv) for head, row, kv in heads]
 
 
 @lru_cache(maxsize=1024)
