@@ -125,7 +125,7 @@ def test_bad_arguments() -> None:
     kinds = "auto, standard, improved, improved_v2, ring, block_sparse, distributed"
     with pytest.raises(ValueError, match=f"kind must be one of {kinds}, got 'fast'"):
         create_dilated_attention("fast", SHORT, RATES)
-    with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):
+    with pytest.raises(ValueError, match="seq_len must be a positive integer, got 0"):
         create_dilated_attention("auto", SHORT, RATES, seq_len=0)
     with pytest.raises(ValueError, match="same length"):
         create_dilated_attention("auto", SHORT, [1])
@@ -191,7 +191,7 @@ def test_bad_arguments_of_multihead() -> None:
         create_multihead_dilated_attention("improved_v2")
     with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads, got 10 and 3"):
         create_multihead_dilated_attention("auto", 10, 3)
-    with pytest.raises(ValueError, match="seq_len must be a positive integer or None, got 0"):
+    with pytest.raises(ValueError, match="seq_len must be a positive integer, got 0"):
         create_multihead_dilated_attention("auto", 12, 3, seq_len=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
         create_multihead_dilated_attention("auto", 12, 3, speed=11)

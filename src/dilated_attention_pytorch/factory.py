@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .core.blocks import check_positive_int
 from .core.host_memory import describe_bytes, device_memory
 from .modules import (
     BlockSparseDilatedAttention,
@@ -132,8 +133,8 @@ def _choose(
     known = ("auto", *kinds)
     if kind not in known:
         raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
-    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):
-        raise ValueError(f"seq_len must be a positive integer or None, got {seq_len!r}")
+    if seq_len is not None:
+        check_positive_int("seq_len", seq_len)
     spec = DilatedSpec(segment_lengths, dilation_rates)
     reach = min(max(spec.segment_lengths), seq_len or max(spec.segment_lengths))
     is_long = reach >= POOL_FROM

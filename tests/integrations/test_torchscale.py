@@ -331,6 +331,8 @@ def test_settings_are_translated_and_absent_ones_are_those_of_torchscale() -> No
         ({"layernorm_embedding": True}, "no norm of the embeddings"),
         ({"no_scale_embedding": False}, r"embeddings scaled by sqrt\(embed_dim\)"),
         ({"rel_pos_buckets": 32, "max_rel_pos": 128}, "relative position bias, got rel_pos_buckets=32"),
+        ({"rel_pos_buckets": None}, "rel_pos_buckets must be an integer, got None"),
+        ({"rel_pos_buckets": 32, "max_rel_pos": "128"}, "max_rel_pos must be an integer, got '128'"),
         ({"subln": False, "encoder_normalize_before": False}, "got encoder_normalize_before=False"),
         ({"dilated_rates": [1]}, r"settings of torchscale's LongNet only, got \['dilated_rates'\]"),
         (

@@ -51,8 +51,10 @@ def test_declared_device_and_dtype_are_checked(qkv: tuple[Tensor, ...]) -> None:
     with pytest.raises(ValueError, match="made for the device cuda:1, got cpu"):
         DilatedAttention(SEGMENTS, RATES, device="cuda:1")(*qkv)
     assert DilatedAttention(SEGMENTS, RATES, device="cpu:0")(*qkv).shape == (2, 37, 6, 8)
-    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'float32'"):
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point torch\.dtype, got 'float32'"):
         DilatedAttention(SEGMENTS, RATES, dtype="float32")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point torch\.dtype, got torch\.int64"):
+        DilatedAttention(dtype=torch.int64)
     with pytest.raises(TypeError, match="q must be a tensor, got int"):
         DilatedAttention(SEGMENTS, RATES, dtype=torch.float32)(1, 2, 3)
 

@@ -132,7 +132,7 @@ def test_ring_holds_no_more_than_the_base() -> None:
         value for value in vars(ring).values() if isinstance(value, (Tensor, dict, list)) and len(value)
     ]
     for size in (0, -8, True, 1.5):
-        with pytest.raises(ValueError, match=f"ring_size must be a positive integer or None, got {size}"):
+        with pytest.raises(ValueError, match=f"ring_size must be a positive integer, got {size}"):
             BlockSparseRingDilatedAttention(ring_size=size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"timeout must be positive and below 2.*, got 0"):
         BlockSparseRingDilatedAttention(timeout=0)

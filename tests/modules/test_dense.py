@@ -105,7 +105,7 @@ X, Y = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
         ),
         ({"key": Y[:2]}, r"need one shape with the batch of query, got \(3, 7, 24\), \(2, 11, 24\)"),
         ({"key": Y, "value": X}, "need one shape with the batch of query"),
-        ({"key": Y[:, :0]}, "must have at least one position"),
+        ({"key": Y[:, :0]}, r"k must have at least one position, got shape \(3, 0, 4, 6\)"),
         (
             {"key": Y, "key_padding_mask": torch.ones(B, N).bool()},
             r"must be \(b, n\) = \(3, 11\), got \(3, 7\)",
@@ -124,17 +124,33 @@ def test_bad_arguments() -> None:
     q = torch.randn(B, N, H, D)
     module = DenseAttention()
     for arguments, message in (
-        (
-            (q[0], q, q),
-            r"query must be \(b, n, h, d\), key and value \(b, m, h_kv, d\), got query \(7, 4, 6\)",
-        ),
-        ((q, q, q[:, 1:]), r"key and value \(b, m, h_kv, d\), got"),
-        ((q, q[1:], q[1:]), "must have one b and one d"),
-        ((q, q[..., 1:], q[..., 1:]), "must have one b and one d"),
-        ((q, q[:, :, 1:], q[:, :, 1:]), "the heads of query must be a multiple .* got 4 and 3"),
+        ((q[0], q, q), r"q must have 4 dimensions \(b, n, h, d\), got shape \(7, 4, 6\)"),
+        ((q, q, q[:, 1:]), r"k and v must have the shape \(b, n, h_kv, d\) with the b and d of q, got"),
+        ((q, q[1:], q[1:]), "with the b and d of q"),
+        ((q, q[..., 1:], q[..., 1:]), "with the b and d of q"),
+        ((q, q[:, :, 1:], q[:, :, 1:]), "the heads of q must be a multiple .* got 4 and 3"),
+        ((q, q[:, :, :0], q[:, :, :0]), "the heads of q must be a multiple .* got 4 and 0"),
+        ((q, q[:, 1:], q[:, 1:], False, torch.ones(B, N).bool()), r"\(b, n\) = \(3, 6\), got \(3, 7\)"),
     ):
         with pytest.raises(ValueError, match=message):
             module(*arguments)
+        if arguments[1] is arguments[2]:
+            with pytest.raises(ValueError, match=message):
+                module.attention_weights(*arguments[:2], *arguments[3:])
+    for arguments, message in (
+        ((q, q, [1]), "v must be a tensor, got list"),
+        ((q.long(), q, q), "q must be float16, bfloat16, float32 or float64, got torch.int64"),
+        ((q, q, q.double()), "q, k and v must have one dtype"),
+        ((q, q, q, 1), "is_causal must be a bool, got 1"),
+        ((q, q, q, False, torch.ones(B, N)), "key_mask must be a bool tensor, got torch.float32"),
+        ((q, q, q, False, [True]), "key_mask must be a bool tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            module(*arguments)
+    with pytest.raises(TypeError, match="softmax_scale must be a number, got 'a'"):
+        DenseAttention("a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="softmax_scale must be finite, got nan"):
+        DenseAttention(math.nan)
     with pytest.raises(ValueError, match=r"dropout must lie between 0 and 1, got 1\.5"):
         DenseAttention(dropout=1.5)
     with pytest.raises(ValueError, match="are one option"):

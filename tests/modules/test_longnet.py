@@ -152,6 +152,17 @@ def test_the_target_is_the_source_by_default() -> None:
     src = torch.randn(2, 17, 24)
     assert torch.equal(model(src), model(src, src))
     assert not torch.allclose(model(src), model(src, torch.randn(2, 17, 24)))
+    padding = torch.arange(17) < torch.tensor([[5], [0]])  # on the left, where causal queries would see it
+    padded = model(src, src_key_padding_mask=padding)
+    masks = {"src_key_padding_mask": padding, "tgt_key_padding_mask": padding}
+    assert torch.equal(padded, model(src, src, **masks))
+    src[padding] += 1
+    assert torch.allclose(padded[~padding], model(src, src_key_padding_mask=padding)[~padding])
+    own = torch.zeros_like(padding)  # what is said is done
+    assert torch.equal(
+        model(src, **{**masks, "tgt_key_padding_mask": own}),
+        model(src, src, **{**masks, "tgt_key_padding_mask": own}),
+    )
 
 
 def test_dilated_cross_attention_reads_the_positions_of_its_segments() -> None:

@@ -258,7 +258,9 @@ def test_positions_of_the_user() -> None:
     given = torch.randint(50, (2, 9), dtype=torch.int32)
     module(x, positions=given)
     module(x, positions=given[0])
-    assert [each.tolist() for each in seen] == [list(range(9)), given.tolist(), given[0].tolist()]
+    module.attention_rows(x, [3], positions=given)
+    expected = [torch.arange(9), given, given[0], given]
+    assert [each.tolist() for each in seen] == [each.tolist() for each in expected]
     assert all(each.dtype == torch.int64 for each in seen)
 
 
@@ -371,12 +373,12 @@ def test_parts_of_a_ring_have_the_positions_of_the_whole(kind: str) -> None:
         (
             {"position_encoding": "xpos", "xpos_scale_base": -1},
             ValueError,
-            "xpos_scale_base must be positive, got -1",
+            "xpos_scale_base must be positive and finite, got -1",
         ),
         (
             {"position_encoding": "xpos", "xpos_scale_base": math.inf},
             ValueError,
-            "xpos_scale_base must be finite",
+            "xpos_scale_base must be positive and finite",
         ),
         ({"position_encoding": "xpos", "embed_dim": 12}, ValueError, "head_dim must be even, got 3"),
     ],

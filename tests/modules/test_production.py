@@ -221,7 +221,7 @@ def test_fields_by_name_or_as_a_config() -> None:
         (TypeError, "log_memory_usage must be a bool, got 'yes'", {"log_memory_usage": "yes"}),
         (TypeError, "mixed_precision must be a bool, torch.bfloat16", {"mixed_precision": torch.float32}),
         (TypeError, "mixed_precision must be a bool, torch.bfloat16", {"mixed_precision": "bf16"}),
-        (ValueError, "ring_size must be a positive integer or None, got 0", {"ring_size": 0}),
+        (ValueError, "ring_size must be a positive integer, got 0", {"ring_size": 0}),
         (ValueError, "timeout must be positive and below .*, got -3", {"timeout": -3}),
         (ValueError, "strategy must be one of 'auto', 'ring', 'ulysses', got 'star'", {"strategy": "star"}),
         (ValueError, "same length", {"segment_lengths": [8]}),

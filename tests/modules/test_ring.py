@@ -266,7 +266,7 @@ def test_memory_estimate_of_the_group(two_processes: Calls) -> None:
 
 def test_bad_options() -> None:
     for size in (0, -1, True, 2.0, "2"):
-        with pytest.raises(ValueError, match=f"ring_size must be a positive integer or None, got {size!r}"):
+        with pytest.raises(ValueError, match=f"ring_size must be a positive integer, got {size!r}"):
             RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=size)  # type: ignore[arg-type]
     for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0)):
         with pytest.raises(ValueError, match=r"timeout must be positive and below 2.*, got"):

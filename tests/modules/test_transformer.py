@@ -19,6 +19,8 @@ from dilated_attention_pytorch.modules.transformer import (
     FeedForward,
     magneto_gamma,
 )
+from dilated_attention_pytorch.ring import shard_sequence, unshard_sequence
+from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
 
 B, N, M, E, H, FF = 2, 13, 9, 12, 3, 20
@@ -191,9 +193,8 @@ def test_dilated_cross_attention_has_the_pattern_of_the_layer() -> None:
         "head_offsets": "blocked",
         "num_kv_heads": 1,
     }
-    layer = make(
-        DilatedTransformerDecoderLayer, cross_attention="dilated", position_encoding="rotary", **options
-    )
+    positions = {"position_encoding": "xpos", "rotary_base": 500.0, "xpos_scale_base": 64}
+    layer = make(DilatedTransformerDecoderLayer, cross_attention="dilated", **positions, **options)
     x, memory = torch.randn(2, B, N, E, dtype=DOUBLE)
     own, cross = layer.self_attn.attention.spec, layer.encoder_attn.attention.spec
     assert own == cross
@@ -339,7 +340,7 @@ def test_compiles_into_one_graph() -> None:
     ("options", "error", "message"),
     [
         ({"d_model": 13}, ValueError, "embed_dim must be a multiple of num_heads, got 13 and 3"),
-        ({"dim_feedforward": 0}, ValueError, "dim_feedforward must be positive and finite, got 0"),
+        ({"dim_feedforward": 0}, ValueError, "dim_feedforward must be a positive integer, got 0"),
         ({"dropout": 1.5}, ValueError, r"dropout must lie between 0 and 1, got 1\.5"),
         ({"activation_dropout": "a"}, TypeError, "activation_dropout must be a number, got 'a'"),
         ({"attention_dropout": -0.1}, ValueError, "dropout_p must lie between 0 and 1"),
@@ -405,3 +406,26 @@ def test_dilated_cross_attention_does_not_decode() -> None:
     layer = make(DilatedTransformerDecoderLayer, cross_attention="dilated").eval()
     with pytest.raises(ValueError, match=r"dilated cross attention needs all of the target .* got a cache"):
         layer(X, X, cache=layer.self_attn.make_cache(B))
+
+
+def ring_layer(cross_attention: str) -> Any:
+    torch.manual_seed(3)
+    pattern = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "kind": "ring"}
+    return make(DilatedTransformerDecoderLayer, cross_attention=cross_attention, **pattern)
+
+
+def attend_memory_in_parts(rank: int, x: Tensor, memory: Tensor) -> Tensor:
+    parts = [shard_sequence(each) for each in (x, memory)]
+    with pytest.raises(ValueError, match="dense cross attention needs all of the memory in each process"):
+        ring_layer("dense")(*parts)
+    with torch.no_grad():
+        return unshard_sequence(ring_layer("dilated")(*parts))
+
+
+def test_in_a_ring_cross_attention_reads_the_whole_memory_or_is_refused() -> None:
+    x, memory = torch.randn(2, B, N, E, dtype=DOUBLE)
+    with torch.no_grad():
+        expected = ring_layer("dilated")(x, memory)
+        assert ring_layer("dense")(x, memory).shape == x.shape  # of one process
+    for out in run_ranks(2, attend_memory_in_parts, x, memory):
+        assert_close(out, expected, DOUBLE)

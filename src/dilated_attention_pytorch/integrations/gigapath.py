@@ -8,9 +8,9 @@ from typing import Any
 
 from ..core.blocks import check_flags
 from ..modules.checkpoint_files import unwrap_state
-from ..modules.longnet_vit import LongNetViT
-from .state_dicts import LoadReport, copy_state, plain_names
-from .torchscale import check_torchscale_pattern, split_torchscale_state
+from ..modules.longnet_vit import LongNetViT, split_slide_state
+from ..modules.state_fit import LoadReport, copy_state
+from ..modules.torchscale_names import plain_names
 
 
 def load_gigapath_state(
@@ -31,12 +31,6 @@ def load_gigapath_state(
     if not isinstance(model, LongNetViT):
         raise TypeError(f"model must be a LongNetViT, got {type(model).__name__}")
     check_flags(strict=strict)
-    check_torchscale_pattern(model.encoder, is_causal=False)
     named, outside = plain_names(unwrap_state(state, source="state"), prefix)
-    dropped = ("pos_embed",) if named.pop("pos_embed", None) is not None else ()
-    # The layers have torchscale's names, and may have its refusals.
-    inner, constants = split_torchscale_state(model.encoder, plain_names(named, "encoder.")[0])
-    outer = {name: tensor for name, tensor in named.items() if not name.startswith("encoder.")}
-    found = {**outer, **{f"encoder.{name}": tensor for name, tensor in inner.items()}}
-    report = copy_state(model, found, strict=strict)
-    return replace(report, dropped=(*dropped, *(f"encoder.{name}" for name in constants)), outside=outside)
+    found, dropped = split_slide_state(model, named)
+    return replace(copy_state(model, found, strict=strict), dropped=dropped, outside=outside)

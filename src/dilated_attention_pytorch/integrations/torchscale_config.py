@@ -83,8 +83,12 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
     for name, (allowed, fact) in _FIXED.items():
         if config.get(name, allowed) != allowed:
             raise ValueError(f"{name} must be {allowed}, these layers have no {fact}, got {config[name]!r}")
-    if config.get("rel_pos_buckets", 0) > 0 and config.get("max_rel_pos", 0) > 0:
-        got = f"rel_pos_buckets={config['rel_pos_buckets']} and max_rel_pos={config['max_rel_pos']}"
+    buckets = {name: config.get(name, 0) for name in ("rel_pos_buckets", "max_rel_pos")}
+    for name, value in buckets.items():
+        if type(value) is not int:
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+    if min(buckets.values()) > 0:
+        got = " and ".join(f"{name}={value}" for name, value in buckets.items())
         raise ValueError(f"dilated attention has no relative position bias, got {got}")
     # torchscale's sub-layer norms turn norms before the residual on, whatever the config says.
     if not config.get("subln", True) and not config.get(f"{part}_normalize_before", True):

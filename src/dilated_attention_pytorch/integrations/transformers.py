@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import uncompiled
+from ..ring import group_size
 from .settings import check_settings
 from .token_rows import attend_new, attend_rows
 
@@ -107,8 +108,10 @@ def dilated_attention_mask(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if local_size is not None or kv_offset:
-        raise ValueError(f"dilated attention cannot honour {REFUSED['sliding_window']}, got {local_size}")
+    for name, value in {"local_size": local_size, "kv_offset": kv_offset or None}.items():
+        if value is not None:
+            window = REFUSED["sliding_window"]
+            raise ValueError(f"dilated attention cannot honour {window}, got {name}={value}")
     if use_vmap:
         raise ValueError("dilated attention cannot honour a mask function of the model's own")
     end = int(q_offset) + q_length  # of the tokens so far; a static cache has room for more
@@ -208,9 +211,8 @@ def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None
     is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     if is_cross or (is_decoder and not is_causal):
         raise ValueError(f"dilated attention has no cross attention, got {type(module).__name__}")
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     heads = getattr(getattr(module, "config", None), "num_attention_heads", query.shape[1])
-    if distributed and heads != query.shape[1]:
+    if heads != query.shape[1] and group_size() > 1:
         raise ValueError(
             f"dilated attention needs all {heads} heads of a layer on one rank, got {query.shape[1]}: "
             "tensor parallelism is not supported here"

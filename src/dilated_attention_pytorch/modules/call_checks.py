@@ -1,4 +1,4 @@
-"""What arguments of modules over (b, n, embed_dim) must be: numbers, dtypes, inputs, masks, positions."""
+"""What arguments of modules over (b, n, embed_dim) must be: numbers, inputs, masks, positions."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def require(fact: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def check_positive(kind: type | tuple[type, ...], **values: float) -> None:
+def check_positive(**values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise TypeError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
 
@@ -82,8 +82,3 @@ def check_probabilities(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= finite_float(name, value) <= 1.0:
             raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from torch import Tensor
 from .pretrained import read_tensors
 
 _HOLDERS = ("model", "state_dict")  # keys under which training scripts put the weights
+# What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
+    *(LookupError, ValueError, TypeError, AttributeError, AssertionError),
+)
 
 
 def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -26,9 +32,9 @@ def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> 
         return read_tensors(path, device=device)
     try:
         held = torch.load(path, map_location="cpu" if device is None else device, weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
-            f"{path} must be a file of torch.save that holds tensors and plain data only, got: {error}"
+            f"{path} must be a file of torch.save that holds tensors and plain data only, got: {error!r}"
         ) from error
     return unwrap_state(held, source=str(path))
 

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import autocast_inputs
+from ..checks import autocast_inputs, check_inputs
+from ..core.blocks import check_flags
+from ..spec import finite_float
 from .call_checks import check_probabilities
 from .skin import one_dropout
 
@@ -32,7 +34,7 @@ class DenseAttention(nn.Module):
         dropout: float | None = None,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale = None if softmax_scale is None else finite_float("softmax_scale", softmax_scale)
         self.dropout = one_dropout(attention_dropout, dropout)
         check_probabilities(dropout=self.dropout)
 
@@ -49,7 +51,7 @@ class DenseAttention(nn.Module):
         `attention_mask` is (b, m) bool, True where a key may be attended; is_causal needs n == m.
         """
         query, key, value = autocast_inputs(query, key, value)
-        _check(query, key, value, is_causal)
+        _check(query, key, value, is_causal, attention_mask)
         mask, empty = _visible(query, is_causal, attention_mask)
         q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
@@ -68,7 +70,7 @@ class DenseAttention(nn.Module):
         self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
         """(b, n, m): probabilities without dropout, averaged over the heads."""
-        _check(query, key, key, is_causal)
+        _check(query, key, key, is_causal, attention_mask)
         mask, empty = _visible(query, is_causal, attention_mask)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
@@ -84,19 +86,15 @@ class DenseAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, (value, default) in shown.items() if value != default)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
-    if query.dim() != 4 or key.shape != value.shape or key.dim() != 4:
-        raise ValueError(f"query must be (b, n, h, d), key and value (b, m, h_kv, d), got {shapes}")
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"query, key and value must have one b and one d, got {shapes}")
-    if not query.shape[1] or not key.shape[1]:
-        raise ValueError(f"query and key must have at least one position, got {shapes}")
-    if query.shape[2] % key.shape[2]:
-        heads = f"{query.shape[2]} and {key.shape[2]}"
-        raise ValueError(f"the heads of query must be a multiple of those of key and value, got {heads}")
-    if is_causal and query.shape[1] != key.shape[1]:
-        raise ValueError(f"is_causal needs as many keys as queries, got {key.shape[1]} and {query.shape[1]}")
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> None:
+    check_flags(is_causal=is_causal)
+    check_inputs(query, key, value, None, None, same_length=False)
+    n, m = query.shape[1], key.shape[1]
+    if not m:
+        raise ValueError(f"k must have at least one position, got shape {tuple(key.shape)}")
+    if is_causal and n != m:
+        raise ValueError(f"is_causal needs as many keys as queries, got {m} and {n}")
+    check_inputs(key, key, value, mask, None)  # whose mask it is
 
 
 def _visible(

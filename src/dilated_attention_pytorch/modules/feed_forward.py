@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.blocks import check_flags
+from ..core.blocks import check_flags, check_float_dtype, check_positive_int
 from ..spec import one_of
-from .call_checks import check_dtype, check_positive, check_probabilities
+from .call_checks import check_positive, check_probabilities
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
@@ -64,12 +64,13 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive(int, d_model=d_model, dim_feedforward=dim_feedforward)
-        check_positive((int, float), layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
+        check_positive_int("d_model", d_model)
+        check_positive_int("dim_feedforward", dim_feedforward)
+        check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
         check_probabilities(dropout=dropout, activation_dropout=activation_dropout)
         check_flags(layer_norm=layer_norm)
         one_of("activation", activation, tuple(ACTIVATIONS))
-        check_dtype(dtype)
+        check_float_dtype("dtype", dtype)
         self.activation, self.gamma_init = activation, gamma_init
         self.fc1 = nn.Linear(d_model, dim_feedforward, True, device, dtype)
         self.ffn_layernorm = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.blocks import check_positive_int
+from ..decode.rows import whole_numbers
 from .sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class Generation:
         if sampling.top_k is not None and sampling.top_k > vocab_size:
             raise ValueError(f"top_k must be at most vocab_size, got {sampling.top_k} and {vocab_size}")
         self.model, self.prompt, self.max_new_tokens = model, prompt, max_new_tokens
-        self.lengths = _check_lengths(lengths, *prompt.shape)
+        b, n = prompt.shape
+        self.lengths = [n] * b if lengths is None else whole_numbers("lengths", lengths, b, n, least=1)
         self.stop_tokens = _check_stop_tokens(stop_tokens, vocab_size)
-        self.prefill_chunk = prefill_chunk or prompt.shape[1]
-        self.sampler = Sampler(sampling, prompt.shape[0])
+        self.prefill_chunk = prefill_chunk or n
+        self.sampler = Sampler(sampling, b)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Tokens (b,) until all rows have stopped or are full; pad_token in rows that have stopped."""
@@ -99,18 +101,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _check_lengths(lengths: Tensor | Sequence[int] | None, b: int, n: int) -> list[int]:
-    """How many tokens of each row are real."""
-    if lengths is None:
-        return [n] * b
-    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    if not all(type(value) is int for value in values):
-        raise TypeError(f"lengths must be integers, got {values}")
-    if len(values) != b or not all(1 <= value <= n for value in values):
-        raise ValueError(f"lengths must be {b} integers, one a row, from 1 to n = {n}, got {values}")
-    return values
 
 
 def _check_stop_tokens(stop_tokens: Collection[int], vocab_size: int) -> set[int]:

@@ -83,15 +83,20 @@ class LongNet(PretrainedModel):
 
         Args:
             tgt: what the decoder reads, src by default.
-            src_key_padding_mask: (b, n) bool, True where a key is ignored; tgt_key_padding_mask: (b, n_tgt).
+            src_key_padding_mask: (b, n) bool, True where a key is ignored.
+            tgt_key_padding_mask: (b, n_tgt), src_key_padding_mask by default where tgt is src by default.
             memory_key_padding_mask: what the decoder ignores of src, src_key_padding_mask by default.
             src_is_causal, tgt_is_causal: whether positions of encoder and decoder see only their past.
         """
         memory = self.encoder(src, src_key_padding_mask, src_is_causal)
         if memory_key_padding_mask is None:
             memory_key_padding_mask = src_key_padding_mask
+        if tgt is None:
+            tgt = src
+            if tgt_key_padding_mask is None:
+                tgt_key_padding_mask = src_key_padding_mask
         out: Tensor = self.decoder(
-            src if tgt is None else tgt,
+            tgt,
             memory,
             key_padding_mask=tgt_key_padding_mask,
             memory_key_padding_mask=memory_key_padding_mask,
@@ -164,7 +169,7 @@ class LongNetLM(PretrainedModel):
         *,
         key_padding_mask: Tensor | None = None,
         caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Tensor | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
         """tokens (b, n) int64 -> logits (b, n, vocab_size) of the token that follows each.
 
@@ -183,7 +188,7 @@ class LongNetLM(PretrainedModel):
         key_padding_mask: Tensor | None = None,
         *,
         caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Tensor | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
         """What `forward` computes before `logits`, (b, n, d_model)."""
         self.check_tokens(tokens)

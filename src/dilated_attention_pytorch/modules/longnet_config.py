@@ -70,9 +70,9 @@ class StackConfig:
         for name in _PROBABILITIES:
             check_probabilities(**{name: getattr(self, name)})
             set_field(self, name, float(getattr(self, name)))
-        check_positive((int, float), layer_norm_eps=self.layer_norm_eps)
+        check_positive(layer_norm_eps=self.layer_norm_eps)
         if self.gamma_init is not None:
-            check_positive((int, float), gamma_init=self.gamma_init)
+            check_positive(gamma_init=self.gamma_init)
         check_flags(**{name: getattr(self, name) for name in _FLAGS})
         one_of("activation", self.activation, tuple(ACTIVATIONS))
         one_of("kind", self.kind, tuple(MULTIHEAD_KINDS))

@@ -55,7 +55,10 @@ class LongNetStack(nn.Module):
         if "batch_first" in layer_options:
             raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
         if gamma_init is None:
-            gamma_init = self._gamma(num_layers, layer_options) if sub_layer_norm else 1.0
+            # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
+            num_encoder_layers = 0 if layer_options.get("cross_attention") is None else 1
+            gain = magneto_gamma(num_encoder_layers, num_layers, is_decoder=True)
+            gamma_init = gain if sub_layer_norm else 1.0
         self.d_model, self.checkpoint_activations = d_model, checkpoint_activations
         self.layers = nn.ModuleList(
             self._layer_class(
@@ -101,12 +104,13 @@ class LongNetStack(nn.Module):
         """An empty cache a layer, for `caches` of `forward`; see `MultiheadSkin.make_cache`."""
         return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
+        return self._typed_layers()[0].self_attn.is_sharded
+
     def _typed_layers(self) -> list[DilatedTransformerEncoderLayer]:
         return [each for each in self.layers if isinstance(each, DilatedTransformerEncoderLayer)]
-
-    @staticmethod
-    def _gamma(num_layers: int, layer_options: dict[str, Any]) -> float:
-        return magneto_gamma(num_layers, 0)
 
     def _run(
         self,
@@ -201,12 +205,6 @@ class LongNetDecoder(LongNetStack):
         **options: Any,
     ) -> None:
         super().__init__(d_model, nhead, num_layers, cross_attention=cross_attention, **options)
-
-    @staticmethod
-    def _gamma(num_layers: int, layer_options: dict[str, Any]) -> float:
-        # The number of encoder layers plays no part in the gain of a decoder that has an encoder.
-        num_encoder_layers = 0 if layer_options["cross_attention"] is None else 1
-        return magneto_gamma(num_encoder_layers, num_layers, is_decoder=True)
 
     def forward(
         self,

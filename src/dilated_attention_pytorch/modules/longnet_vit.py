@@ -19,6 +19,7 @@ from .longnet_stack import LongNetEncoder
 from .longnet_vit_config import GIGAPATH_RATES, LongNetViTConfig, gigapath_segment_lengths
 from .pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors
 from .slide_positions import cell_embeddings, tile_cells
+from .torchscale_names import check_torchscale_pattern, plain_names, split_torchscale_state
 
 GIGAPATH_FILE = "slide_encoder.pth"
 _Model = TypeVar("_Model", bound="LongNetViT")
@@ -36,9 +37,10 @@ class LongNetViT(PretrainedModel):
         embed_dim, depth, nhead: width, layers and heads of the encoder; embed_dim is a multiple of 4.
         dim_feedforward: hidden features of each layer, 4 * embed_dim by default.
         slide_ngrids, tile_size: a slide is a grid of slide_ngrids x slide_ngrids tiles of tile_size pixels.
-        max_wsi_size: pixels along a side of the largest slide, which gives the default of segment_lengths.
+        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives
+            segment_lengths; so either the one or the other.
         global_pool: embed a slide by the mean of its tiles instead of the class token.
-        segment_lengths, dilation_rates: of the attention; see `gigapath_segment_lengths` for the default.
+        segment_lengths, dilation_rates: of the attention; by default those of `gigapath_segment_lengths`.
         dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
         options: further settings of `LongNetViTConfig`, such as `checkpoint_activations=True`, and of
             `DilatedAttention`. `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs
@@ -58,7 +60,7 @@ class LongNetViT(PretrainedModel):
         dim_feedforward: int | None = None,
         slide_ngrids: int = 1000,
         tile_size: int = 256,
-        max_wsi_size: int = 262144,
+        max_wsi_size: int | None = None,
         global_pool: bool = False,
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] = GIGAPATH_RATES,
@@ -84,7 +86,12 @@ class LongNetViT(PretrainedModel):
             "drop_path_rate": drop_path_rate,
         }
         if segment_lengths is None:
-            own["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
+            sizes = {} if max_wsi_size is None else {"max_wsi_size": max_wsi_size}
+            own["segment_lengths"] = gigapath_segment_lengths(tile_size=tile_size, **sizes)
+        elif max_wsi_size is not None:
+            raise ValueError(
+                f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {segment_lengths}"
+            )
         if twice := sorted(own.keys() & options.keys()):
             raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
         torchscale = {"head_offsets": "blocked", "tail": "phantom"}
@@ -98,11 +105,15 @@ class LongNetViT(PretrainedModel):
         stack = self.config.stack_options()
         self.encoder = LongNetEncoder(num_layers=depth, **stack, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, device=device, dtype=dtype)
-        self.reset_parameters()
+        self._initialise_own()
+
+    def reset_parameters(self) -> None:
+        """Initialises all weights anew, for example after `to_empty` of a model made on the meta device."""
+        self.encoder.reset_parameters()
+        self._initialise_own()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises all but `encoder`. Call it after those of submodules."""
+    def _initialise_own(self) -> None:
         nn.init.xavier_uniform_(self.patch_embed.get_parameter("proj.weight"))
         nn.init.zeros_(self.patch_embed.get_parameter("proj.bias"))
         nn.init.normal_(self.cls_token, std=0.02)
@@ -156,19 +167,9 @@ class LongNetViT(PretrainedModel):
         return self._states(x, coords, all_layer_embed)
 
     @classmethod
-    def from_config(
-        cls: type[_Model],
-        config: StackConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> _Model:
-        """A new model with the settings `config`, a `LongNetViTConfig`, and initial weights."""
-        if not isinstance(config, LongNetViTConfig):
-            raise TypeError(
-                f"the config of a {cls.__name__} must be a LongNetViTConfig, got {type(config).__name__}"
-            )
-        return cls(**_arguments(config), device=device, dtype=dtype)
+    def _arguments(cls, config: StackConfig) -> dict[str, Any]:
+        settings = super()._arguments(config)
+        return {"embed_dim": settings.pop("d_model"), "depth": settings.pop("num_layers"), **settings}
 
     @classmethod
     def from_pretrained(
@@ -182,29 +183,29 @@ class LongNetViT(PretrainedModel):
         """The model of a folder or file, in evaluation mode.
 
         Args:
-            folder: a folder of `save_pretrained`, a folder that holds Prov-GigaPath's slide_encoder.pth, or a
-                file: .safetensors, or of torch.save with a state dict, also under "model".
+            folder: a folder of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and
+                no settings, a folder that holds slide_encoder.pth, or a file: .safetensors, or of torch.save
+                with a state dict, also under "model".
             device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
-            options: arguments of the class that differ from those saved, such as `global_pool=True`. Of a
-                file the sizes are read from the weights, but for the number of heads (16 unless given).
+            options: arguments of the class that differ from those saved, such as `global_pool=True`. Without
+                settings the sizes are read from the weights, but for the number of heads (16 unless given).
 
         Keys that are missing, unexpected or of another shape are an error that names them.
         """
         path = Path(folder)
-        if path.is_dir():
-            path /= WEIGHTS_FILE if (path / WEIGHTS_FILE).is_file() else GIGAPATH_FILE
+        if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
+            path = path.parent
+        if (path / WEIGHTS_FILE).is_file():
+            return super().from_pretrained(path, device=device, dtype=dtype, **options)
+        path = path / GIGAPATH_FILE if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(
-                f"a slide encoder must be a file, or a folder that holds {WEIGHTS_FILE} and {CONFIG_FILE}, "
+                f"a slide encoder must be a file, or a folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}, "
                 f"or {GIGAPATH_FILE}, got no file {path}"
             )
-        state = read_checkpoint(path, device=device)
-        saved = path.parent / CONFIG_FILE
-        if path.name == WEIGHTS_FILE and saved.is_file():
-            settings = _arguments(LongNetViTConfig.from_json(saved.read_text(encoding="utf-8")))
-        else:
-            settings = _sizes(state, source=str(path))
-        model = cls(**{**settings, **options}, device="meta")
+        named, _ = plain_names(read_checkpoint(path, device=device))
+        model = cls(**{**_sizes(named, source=str(path)), **options}, device="meta")
+        state, _ = split_slide_state(model, named)
         assign_tensors(model, state, dtype=dtype, source=str(path))
         return model.eval()
 
@@ -238,7 +239,7 @@ class LongNetViT(PretrainedModel):
         if coords.shape != (*x.shape[:2], 2):
             shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
-        if getattr(self.encoder.layers[0].get_submodule("self_attn.attention"), "is_sharded", False):
+        if self.encoder.is_sharded:
             raise ValueError(
                 "each process must have whole slides, which start with a class token, got attention over a "
                 "sequence that several processes share"
@@ -253,11 +254,20 @@ class LongNetViT(PretrainedModel):
             raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
 
 
-def _arguments(config: LongNetViTConfig) -> dict[str, Any]:
-    """The arguments of `LongNetViT` that give this config."""
-    settings = config.to_dict()
-    del settings["model"]
-    return {"embed_dim": settings.pop("d_model"), "depth": settings.pop("num_layers"), **settings}
+def split_slide_state(
+    model: LongNetViT, named: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks itself.
+
+    The layers have torchscale's names, and may have its refusals.
+    """
+    check_torchscale_pattern(model.encoder, is_causal=False)
+    inside, outside = plain_names(named, "encoder.")
+    layers, constants = split_torchscale_state(model.encoder, inside)
+    state = {name: named[name] for name in outside if name != "pos_embed"}
+    state |= {f"encoder.{name}": tensor for name, tensor in layers.items()}
+    table = [name for name in outside if name == "pos_embed"]
+    return state, (*table, *(f"encoder.{name}" for name in constants))
 
 
 def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:

@@ -26,6 +26,8 @@ __all__ = [
     "RingMultiheadDilatedAttention",
 ]
 
+POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
+
 
 class MultiheadDilatedAttention(MultiheadSkin):
     """`MultiheadSkin` around `DilatedAttention`, for which are segment_lengths, dilation_rates, dropout (or

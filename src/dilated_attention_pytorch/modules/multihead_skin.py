@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
-from ..core.blocks import check_flags
+from ..core.blocks import check_flags, check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
 from .attention import DilatedAttention
-from .call_checks import check_dtype, check_positive
+from .call_checks import check_positive
 from .multihead_call import Call, check_decodes
-from .multihead_state import copy_state
+from .multihead_state import copy_projections
 from .ring import check_together, raise_together
 
 
@@ -68,8 +68,10 @@ class MultiheadSkin(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(int, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        check_positive((int, float), layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            check_positive_int(name, size)
+        check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_heads % num_kv_heads:
@@ -79,7 +81,7 @@ class MultiheadSkin(nn.Module):
             raise TypeError(f"attention must be an nn.Module, got {attention!r}")
         if positions is not None and not isinstance(positions, nn.Module):
             raise TypeError(f"positions must be an nn.Module or None, got {positions!r}")
-        check_dtype(dtype)
+        check_float_dtype("dtype", dtype)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.batch_first, self.fused_qkv, self.gamma_init = batch_first, fused_qkv, gamma_init
@@ -157,7 +159,7 @@ class MultiheadSkin(nn.Module):
             self.batch_first,
         )
         check = partial(self._check_call, call)
-        attend = check_together(self.attention.ring, check) if self._is_sharded else check()
+        attend = check_together(self.attention.ring, check) if self.is_sharded else check()
         is_causal = is_causal or attn_mask is not None
         q, k, v = self._heads(call)
         if cache is not None:
@@ -175,18 +177,20 @@ class MultiheadSkin(nn.Module):
         rows: Sequence[int] | Tensor,
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The probabilities with which positions `rows` of query attend to every key: (b, h, len(rows), n).
 
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
-        dropout, differentiable; memory grows with len(rows) x n.
+        dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        rest = (False, None, is_causal, None, None, None, self.batch_first)
+        rest = (False, None, is_causal, positions, None, None, self.batch_first)
         call = Call(query, query, query, key_padding_mask, *rest)
         attend = self._check_call(call)
         if not self._has_rows:
             raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
-        if self._is_sharded:
+        if self.is_sharded:
             raise ValueError(
                 "attention_rows needs the whole sequence in one process, got a part in each of "
                 f"{self.attention.ring.num_processes}"
@@ -227,10 +231,11 @@ class MultiheadSkin(nn.Module):
         if self.num_kv_heads != self.num_heads:
             heads = f"num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
             raise ValueError(f"nn.MultiheadAttention has as many key as query heads, got {heads}")
-        copy_state(state, *self._qkv_parameters(), self.out_proj)
+        copy_projections(state, *self._qkv_parameters(), self.out_proj)
 
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
         return getattr(self.attention, "is_sharded", False)
 
     @property
@@ -253,7 +258,7 @@ class MultiheadSkin(nn.Module):
             if self.positions is not None:
                 q, k = self.positions(q, k, self._chosen_positions(call, own))
         except Exception as error:
-            if self._is_sharded:  # or the other processes would wait for this one, and meet its next call
+            if self.is_sharded:  # or the other processes would wait for this one, and meet its next call
                 raise_together(self.attention.ring, error)
             raise
         return [q, k, v]
@@ -261,7 +266,7 @@ class MultiheadSkin(nn.Module):
     def _own_positions(self, call: Call) -> Tensor:
         """Where the tokens stand in their sequences: (n,) or (b, n) int64 on the device of query."""
         n, device = call.sizes()[1], call.query.device
-        if self._is_sharded:
+        if self.is_sharded:
             ring = self.attention.ring
             return shard_positions(n, ring.group, device, ring.timeout)
         if call.cache is not None:
@@ -321,7 +326,7 @@ class MultiheadSkin(nn.Module):
             call.check_one_length("position encodings")
         elif call.positions is not None:
             raise ValueError("positions need a position encoding, got a module without one")
-        if self._is_sharded and (call.need_weights or call.attn_mask is not None):
+        if self.is_sharded and (call.need_weights or call.attn_mask is not None):
             asked = "need_weights" if call.need_weights else "attn_mask"
             raise ValueError(
                 "weights and masks (n, n) need the whole sequence in one process (is_causal and "

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..spec import finite_float, one_of
+from ..core.blocks import check_positive_int
+from ..spec import one_of
 from .call_checks import check_positive, require
 
 ENCODINGS = ("rotary", "xpos")
@@ -55,12 +56,12 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, base: float = DEFAULT_ROTARY_BASE) -> None:
         super().__init__()
-        check_positive(int, head_dim=head_dim)
+        check_positive_int("head_dim", head_dim)
         if head_dim % 2:
             raise ValueError(
                 f"position encodings turn pairs of features, head_dim must be even, got {head_dim}"
             )
-        check_positive((int, float), base=base)
+        check_positive(base=base)
         self.head_dim, self.base = head_dim, float(base)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +108,7 @@ class XPos(RotaryEmbedding):
         scale_base: float = DEFAULT_XPOS_SCALE_BASE,
     ) -> None:
         super().__init__(head_dim, base)
-        if finite_float("xpos_scale_base", scale_base) <= 0:
-            raise ValueError(f"xpos_scale_base must be positive, got {scale_base}")
+        check_positive(xpos_scale_base=scale_base)
         self.scale_base = float(scale_base)
         period = None if segment_lengths is None else math.lcm(*segment_lengths)
         self.period = None if period is None or period >= 2**62 else period  # or no position reaches it

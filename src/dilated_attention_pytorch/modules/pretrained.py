@@ -12,7 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.blocks import check_float_dtype
 from .longnet_config import StackConfig
+from .state_fit import check_fit
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _Model = TypeVar("_Model", bound="PretrainedModel")
@@ -36,8 +38,12 @@ class PretrainedModel(nn.Module):
         if not isinstance(config, cls.config_class):
             rule = f"the config of a {cls.__name__} must be a {cls.config_class.__name__}"
             raise TypeError(f"{rule}, got {type(config).__name__}")
-        settings = {name: value for name, value in config.to_dict().items() if name != "model"}
-        return cls(**settings, device=device, dtype=dtype)
+        return cls(**cls._arguments(config), device=device, dtype=dtype)
+
+    @classmethod
+    def _arguments(cls, config: StackConfig) -> dict[str, Any]:
+        """The arguments of the class that give this config."""
+        return {name: value for name, value in config.to_dict().items() if name != "model"}
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors into `folder`, which is made if need be.
@@ -62,12 +68,14 @@ class PretrainedModel(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> _Model:
         """The model that `save_pretrained` wrote into `folder`, in evaluation mode.
 
-        The weights have the dtype of the file, or `dtype`. No second copy of them is made: the model is built
-        without memory and takes the tensors of the file. Keys that are missing, unexpected or of another
-        shape are an error that names them. Needs the package safetensors.
+        `options` are arguments of the class that differ from those saved, such as `dropout=0.1`. The weights
+        have the dtype of the file, or `dtype`. No second copy of them is made: the model is built without
+        memory and takes the tensors of the file. Keys that are missing, unexpected or of another shape are an
+        error that names them. Needs the package safetensors.
         """
         path = Path(folder)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -76,7 +84,7 @@ class PretrainedModel(nn.Module):
                     f"a model's folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got no {path / name}"
                 )
         config = cls.config_class.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        model = cls.from_config(config, device="meta")
+        model = cls(**{**cls._arguments(config), **options}, device="meta")
         state = read_tensors(path / WEIGHTS_FILE, device=device)
         assign_tensors(model, state, dtype=dtype, source=str(path / WEIGHTS_FILE))
         return model.eval()
@@ -93,20 +101,8 @@ def assign_tensors(
 
     Everything must fit: the names, and the shapes. Floating-point tensors are converted to `dtype` if given.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    own = model.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in state]
-    problems += [f"{name} is unexpected" for name in state if name not in own]
-    for name, tensor in own.items():
-        given = state.get(name)
-        if given is not None and given.shape != tensor.shape:
-            problems.append(f"{name} must be {tuple(tensor.shape)}, got {tuple(given.shape)}")
-        elif given is not None and given.is_floating_point() != tensor.is_floating_point():
-            problems.append(f"{name} must be like {tensor.dtype}, got {given.dtype}")
-    if problems:
-        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise ValueError(f"{source} does not fit a {type(model).__name__} of this config: {shown}")
+    check_float_dtype("dtype", dtype)
+    check_fit(model.state_dict(), state, copies=False, source=source)
     fitting = {
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         for name, tensor in state.items()

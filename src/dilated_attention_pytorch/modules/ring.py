@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.blocks import check_positive_int
 from ..core.tracing import constant_result, uncompiled
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
@@ -40,9 +41,8 @@ class RingOptions:
     timeout: float | timedelta | None = None
 
     def __post_init__(self) -> None:
-        size = self.asked_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"ring_size must be a positive integer or None, got {size!r}")
+        if self.asked_size is not None:
+            check_positive_int("ring_size", self.asked_size)
         find_ring(self.group)  # which checks it
         check_timeout(self.timeout)
 

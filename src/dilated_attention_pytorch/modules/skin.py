@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..checks import check_execution
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
-from ..core.blocks import check_flags
+from ..core.blocks import check_flags, check_float_dtype
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..spec import DilatedSpec
 
@@ -61,8 +61,7 @@ class AttentionSkin(nn.Module):
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = spec.dropout_p > 0
         self.device = None if device is None else torch.device(device)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        check_float_dtype("dtype", dtype)
         self.dtype = dtype
 
     def forward(

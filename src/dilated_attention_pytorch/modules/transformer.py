@@ -17,7 +17,7 @@ from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
 from .call_checks import check_embedded
 from .dense import DenseAttention
 from .feed_forward import DropPath, FeedForward, magneto_gamma
-from .multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention, MultiheadSkin
+from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadSkin
 
 CROSS_ATTENTIONS = ("dense", "dilated")
 
@@ -169,7 +169,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
     Args:
         cross_attention: "dense" attends to all of a memory of any length, "dilated" in the pattern of the
             self-attention to a memory of the same length, whose positions correspond, None to no memory.
-            Without sub-layer norm and position encoding, as in torchscale.
+            Without sub-layer norm and position encoding, as in torchscale. "dense" is refused in a ring, of
+            whose processes each has a part of the memory.
         The others are those of `DilatedTransformerEncoderLayer`.
 
     With a cache dense attention projects the memory anew in each call.
@@ -230,7 +231,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             dense = DenseAttention(attention_dropout=attention_dropout)
             self.encoder_attn = MultiheadSkin(d_model, nhead, dense, **shape)
         else:
-            unlike = ("activation_dropout", "drop_path", "sub_layer_norm", "position_encoding")
+            unlike = ("activation_dropout", "drop_path", "sub_layer_norm", *POSITION_OPTIONS)
             pattern = {name: value for name, value in options.items() if name not in unlike}
             make: Callable[..., MultiheadSkin] = MULTIHEAD_KINDS[kind]
             branches = (segment_lengths, dilation_rates, attention_dropout)
@@ -292,6 +293,11 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
                 raise ValueError(f"a layer without cross attention takes no memory, got {got}")
         elif memory is None:
             raise ValueError(f"{self.cross_attention} cross attention needs a memory, got None")
+        elif self.cross_attention == "dense" and self.self_attn.is_sharded:
+            raise ValueError(
+                "dense cross attention needs all of the memory in each process, got layers whose sequences "
+                "several processes share (cross_attention='dilated' goes around their ring)"
+            )
         elif cache is not None and self.cross_attention == "dilated":
             raise ValueError(
                 "dilated cross attention needs all of the target beside its memory, got a cache "

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.tracing import constant_result
+
 Group = Any  # a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group
 Message = tuple[int, Tensor]  # (peer, what it sends or gets)
 
@@ -158,6 +160,16 @@ def group_size(group: Group = None) -> int:
     """Processes of a group; 1 if torch.distributed is not in use."""
     ring = find_ring(group)
     return 1 if ring is None else ring.size
+
+
+# Compilers cannot look into a group, whose members are constant.
+@constant_result
+def group_place(group: Group = None) -> tuple[int, int]:
+    """This process's rank in a group, and the group's size; an error if torch.distributed is not in use."""
+    ring = find_ring(group)
+    if ring is None:
+        raise RuntimeError("a rank in a group needs torch.distributed.init_process_group, it was not called")
+    return ring.rank, ring.size
 
 
 def ring_traffic(group: Group = None) -> Traffic:
