@@ -86,6 +86,10 @@ class Piece(Protocol):
     def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v of a tile (B, H_kv, M, d) and their mask (B, H_kv, M), packed."""
 
+
+class PieceWithGradients(Piece, Protocol):
+    """A piece of a backward pass."""
+
     def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
         """Adds to the gradients of a tile's keys and values."""
 
@@ -94,7 +98,12 @@ class Elsewhere(Protocol):
     """Where keys come from that are not among the inputs, piece by piece for each panel."""
 
     def pieces(self, panel: Panel) -> Iterator[Piece]: ...
-    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[Piece]:
+
+
+class ElsewhereWithGradients(Protocol):
+    """The same for a backward pass."""
+
+    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[PieceWithGradients]:
         """After a piece was attended its gradients leave; what others computed is added to `sums`."""
 
 
@@ -132,7 +141,7 @@ class Merged:
 
 
 def backward(
-    plan: Plan, inputs: Inputs, merged: Merged, elsewhere: Elsewhere | None = None
+    plan: Plan, inputs: Inputs, merged: Merged, elsewhere: ElsewhereWithGradients | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     tensors = (inputs.q, inputs.k, inputs.v)

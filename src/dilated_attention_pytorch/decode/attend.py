@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import engine
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.workspace import Workspace
-from ..engine import Gradients, Inputs, shape_of
+from ..engine import Inputs, shape_of
 from ..kernels import How, Request, choose_kernel
 from ..merge import merge_
 from ..plan import Panel, Part, Shape, Tile, plan_crossing, plan_dilated
@@ -118,9 +118,6 @@ class _Earlier:
         )
         yield _EarlierPiece(tiles, self.stream.lanes, self.past)
 
-    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[engine.Piece]:
-        raise NotImplementedError("decoding has no backward pass")
-
 
 @dataclass(frozen=True)
 class _EarlierPiece:
@@ -142,9 +139,6 @@ class _EarlierPiece:
             for packed, lane_rows in zip((k, v), rows, strict=True):
                 packed[:, unit].copy_(lane_rows[batches, lane.kv_heads.index(head.kv)])
         return k, v, None
-
-    def add(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
-        raise NotImplementedError("decoding has no backward pass")
 
     def _lane(self, branch: int, offset: int, kv: int) -> Lane:
         return next(

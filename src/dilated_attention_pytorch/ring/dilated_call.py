@@ -79,7 +79,7 @@ class _Elsewhere:
         for piece in self.exchange.pieces((panel.kv_first, panel.kv_heads)):
             yield self._with_tiles(piece)
 
-    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[engine.Piece]:
+    def pieces_with_gradients(self, panel: Panel, sums: Gradients) -> Iterator[engine.PieceWithGradients]:
         first = panel.kv_first - sums.kv_origin[2]
         dk, dv = (x[:, :, first : first + panel.kv_heads] for x in (sums.dk, sums.dv))
         for piece in self.exchange.pieces_with_gradients((panel.kv_first, panel.kv_heads), dk, dv):
