@@ -124,3 +124,11 @@ def test_ulysses_needs_a_group_and_four_dimensions() -> None:
         ulysses_attention(x, x.flatten(2), x, **BRANCHES)
     with pytest.raises(ValueError, match=r"v must have 4 dimensions, .* got list"):
         ulysses_attention(x, x, [1], **BRANCHES)
+
+
+def test_ulysses_refuses_what_it_cannot_return_or_finds_out_itself() -> None:
+    x = torch.randn(1, 10, 3, 4)
+    with pytest.raises(ValueError, match="takes one result of its local attention, got return_lse=True"):
+        ulysses_attention(x, x, x, **BRANCHES, return_lse=True)
+    with pytest.raises(TypeError, match="head_slice follows from group and num_heads here, got one"):
+        ulysses_attention(x, x, x, **BRANCHES, head_slice=(0, 3))

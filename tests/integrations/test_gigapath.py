@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.integrations.gigapath import load_gigapath_state
 from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
 from dilated_attention_pytorch.modules.longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
+from dilated_attention_pytorch.modules.slide_positions import tile_cells
 from integrations.transcription import (
     Settings,
     State,
@@ -196,6 +197,17 @@ def test_positions_are_those_of_a_table_of_all_cells() -> None:
         assert (states[0] - table).abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32])
+def test_narrow_coordinates_have_the_cells_of_wide_ones(dtype: torch.dtype) -> None:
+    coords = torch.tensor([[0, 127], [99, 100], [101, 1]])
+    for tile_size in (10, 256, 1000):
+        cells = tile_cells(coords.to(dtype), tile_size, 300)
+        assert cells.dtype == torch.int64
+        assert torch.equal(cells, coords // tile_size)
+    with pytest.raises(ValueError, match=r"got a tile at \[0, 127\]"):
+        tile_cells(coords.to(dtype), 1, 101)
+
+
 @pytest.mark.parametrize(
     ("place", "shown"),
     [([110, 0], "110, 0"), ([0, 110], "0, 110"), ([-1, 5], "-1, 5"), ([5.0, math.nan], "5.0, nan")],
@@ -219,6 +231,18 @@ def test_bad_input_is_an_error_that_states_rule_and_fact() -> None:
         (ValueError, r"at least one tile, got \(2, 0, 6\)", (x[:, :0], coords[:, :0])),
         (ValueError, r"coords must have the shape \(b, n, 2\)", (x, coords[:, :4])),
         (TypeError, "coords must be integers, float32 or float64, got torch.float16", (x, coords.half())),
+        (TypeError, "coords must be integers, float32 or float64, got torch.bool", (x, coords.bool())),
+        (ValueError, "coords must be on the device of x, cpu, got meta", (x, coords.to("meta"))),
+        (
+            ValueError,
+            "padding_mask must be on the device of x, cpu, got meta",
+            (x, coords, False, padding.to("meta")),
+        ),
+        (
+            ValueError,
+            "x must be on the device of the weights, cpu, got meta",
+            (x.to("meta"), coords.to("meta"), False),
+        ),
         (TypeError, "all_layer_embed must be a bool", (x, coords, 1)),
         (TypeError, "padding_mask must be a bool tensor.*torch.int64", (x, coords, False, padding.long())),
         (ValueError, r"padding_mask must have the shape \(b, n\)", (x, coords, False, padding[:1])),
@@ -254,6 +278,9 @@ def test_settings_that_do_not_fit_are_errors(options: dict[str, Any], message: s
 def test_names_of_settings_are_not_given_twice_or_made_up() -> None:
     with pytest.raises(TypeError, match=r"by other names, got \['d_model'\]"):
         LongNetViT(**SMALL, **GRIDDED, d_model=12)
+    for more in ({}, {"kernel": "eager"}):
+        with pytest.raises(TypeError, match="attention_options must be a mapping, got None"):
+            LongNetViT(**SMALL, **GRIDDED, attention_options=None, **more)
     with pytest.raises(TypeError, match="windows"):
         LongNetViT(**SMALL, **GRIDDED, windows=3)
 
@@ -308,6 +335,10 @@ def test_a_file_that_does_not_fit_is_refused_with_the_fact(tmp_path: Path) -> No
         LongNetViT.from_pretrained(path, embed_dim=24, nhead=3)
     with pytest.raises(ValueError, match=r"encoder\.layers\.1\.\S+ is unexpected"):
         LongNetViT.from_pretrained(path, depth=1, nhead=3)
+    small_model(state).save_pretrained(tmp_path / "saved")
+    for source in (path, tmp_path / "saved"):
+        with pytest.raises(ValueError, match="device must be one with memory to load weights, got meta"):
+            LongNetViT.from_pretrained(source, nhead=3, device="meta")
     del state["norm.bias"]
     with pytest.raises(ValueError, match=r"norm\.bias is missing"):
         LongNetViT.from_pretrained(published(tmp_path, state), nhead=3)

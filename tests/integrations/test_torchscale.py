@@ -284,8 +284,12 @@ def test_arguments_of_other_types_are_errors() -> None:
         load_torchscale_state(encoder_of(), [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="strict must be a bool"):
         load_torchscale_state(encoder_of(), weights(3), strict="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ignore must be a sequence of strings, got the string 'embed'"):
+    with pytest.raises(TypeError, match="ignore must be a sequence of strings, got 'embed'"):
         load_torchscale_state(encoder_of(), weights(3), ignore="embed")
+    with pytest.raises(TypeError, match=r"ignore must be a sequence of strings, got \[5\]"):
+        load_torchscale_state(encoder_of(), weights(3), ignore=[5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="state must have strings as names, got 5"):
+        load_torchscale_state(encoder_of(), {5: torch.zeros(1)})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="prefix must be a string"):
         load_torchscale_state(encoder_of(), weights(3), prefix=None)  # type: ignore[arg-type]
     doubled = {**weights(3), "module.layer_norm.bias": torch.zeros(12)}
@@ -354,6 +358,20 @@ def test_settings_of_another_type_or_part_are_errors() -> None:
         torchscale_settings("[1]")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="part must be one of 'encoder', 'decoder', got 'both'"):
         torchscale_settings({}, "both")
+    with pytest.raises(TypeError, match="config must have strings as names, got 5"):
+        torchscale_settings({5: 1, "vocab_size": 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"),
+        *("encoder_normalize_before", "decoder_normalize_before"),
+    ],
+)
+def test_flags_that_are_text_are_errors(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got 'False'"):
+        torchscale_settings({"segment_length": [8], "dilated_ratio": [1], name: "False"})
 
 
 def test_the_transcription_tells_wrong_formulas_apart() -> None:

@@ -610,14 +610,44 @@ def test_masks_that_are_refused(options: dict[str, Any], message: str) -> None:
         dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
 
 
-@pytest.mark.parametrize("boundaries", [None, [0, 5, 10]])
-def test_boundaries_of_documents_that_are_refused(boundaries: list[int] | None) -> None:
-    x, packed = torch.randn(1, 4, 10, 8), torch.tensor([0, 4, 10])
-    keys = None if boundaries is None else torch.tensor(boundaries)
-    with pytest.raises(
-        ValueError, match=r"cu_seq_lens_q must pack documents .* equal cu_seq_lens_k, got 1 rows"
-    ):
-        dilated_attention_forward(layer(), x, x, x, None, cu_seq_lens_q=packed, cu_seq_lens_k=keys)
+PACKED = torch.tensor([0, 4, 10])
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "message"),
+    [
+        (PACKED, torch.tensor([0, 5, 10]), "cu_seq_lens_q must equal cu_seq_lens_k, .* got others"),
+        (PACKED, None, "cu_seq_lens_k must be an int32 or int64 tensor, got NoneType"),
+        (None, PACKED, "cu_seq_lens_q must be an int32 or int64 tensor, got NoneType"),
+        ([0, 4, 10], PACKED, "cu_seq_lens_q must be an int32 or int64 tensor, got list"),
+        (PACKED.float(), PACKED, r"cu_seq_lens_q must be an int32 or int64 tensor, got torch\.float32"),
+        (PACKED[None], PACKED, r"cu_seq_lens_q must have one dimension, got shape \(1, 3\)"),
+        *(
+            (
+                torch.tensor(bad),
+                torch.tensor(bad),
+                f"cu_seq_lens_q must hold the boundaries .*: .* must {rule}",
+            )
+            for bad, rule in (
+                ([0, 5], r"run from 0 to the sequence length 10, got \(0, 5\)"),
+                ([3, 10], "run from 0"),
+                ([0, 30], "run from 0"),
+                ([0, 9, 5, 10], r"not decrease, got \(0, 9, 5, 10\)"),
+            )
+        ),
+    ],
+)
+def test_boundaries_of_documents_that_are_refused(queries: Any, keys: Any, message: str) -> None:
+    x = torch.randn(1, 4, 10, 8)
+    with pytest.raises((TypeError, ValueError), match=message):
+        dilated_attention_forward(layer(), x, x, x, None, cu_seq_lens_q=queries, cu_seq_lens_k=keys)
+
+
+def test_packed_documents_need_one_row_and_all_of_its_tokens() -> None:
+    x, packed = torch.randn(1, 4, 10, 8), PACKED
+    rows = x.expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="must pack documents into one row without padding, got 2 rows"):
+        dilated_attention_forward(layer(), rows, rows, rows, None, cu_seq_lens_q=packed, cu_seq_lens_k=packed)
     with pytest.raises(ValueError, match="packed documents cannot continue from a cache, got 3 of 10 tokens"):
         dilated_attention_forward(
             layer(), x[:, :, :3], x, x, None, cu_seq_lens_q=packed, cu_seq_lens_k=packed

@@ -75,6 +75,38 @@ def test_cross_attention_equals_torch(batch_first: bool) -> None:
     assert_same_gradients(*joined, [x, memory], DOUBLE)
 
 
+def test_hidden_keys_may_hold_anything() -> None:
+    q, k, v = (torch.randn(B, n, H, D, dtype=DOUBLE, requires_grad=True) for n in (N, M, M))
+    mask = torch.arange(M) < torch.tensor([[M - 3], [M], [0]])
+    bad_k, bad_v = (x.masked_fill(~mask[..., None, None], math.nan) for x in (k, v))
+    module = DenseAttention()
+    for of in (
+        lambda k, v: module(q, k, v, attention_mask=mask),
+        lambda k, _: module.attention_weights(q, k, False, mask),
+    ):
+        assert_close(of(bad_k, bad_v), of(k, v), DOUBLE)
+    assert_same_gradients(
+        module(q, bad_k, bad_v, attention_mask=mask), module(q, k, v, attention_mask=mask), [q, k, v], DOUBLE
+    )
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("fused_qkv", [True, False])
+def test_hidden_memory_may_hold_anything(batch_first: bool, fused_qkv: bool) -> None:
+    options = {"batch_first": batch_first, "fused_qkv": fused_qkv, "dtype": DOUBLE}
+    module = MultiheadSkin(H * D, H, DenseAttention(), **options)
+    x, key, value = (
+        torch.randn((B, n, H * D) if batch_first else (n, B, H * D), dtype=DOUBLE) for n in (N, M, M)
+    )
+    ignored = torch.arange(M) >= torch.tensor([[M - 3], [M], [M - 1]])
+    hidden = (ignored if batch_first else ignored.T)[..., None]
+    bad_key, bad_value = (each.masked_fill(hidden, math.nan) for each in (key, value))
+    for bad, good in (((bad_key, bad_key), (key, key)), ((bad_key, bad_value), (key, value))):
+        got, expected = (module(x, *pair, key_padding_mask=ignored)[0] for pair in (bad, good))
+        assert_close(got, expected, DOUBLE)
+        assert_same_gradients(got, expected, list(module.parameters()), DOUBLE)
+
+
 def test_dropout_in_training_only() -> None:
     module, x = DenseAttention(dropout=0.5), torch.randn(B, N, H, D)
     assert not torch.equal(module(x, x, x), module(x, x, x))
@@ -105,7 +137,7 @@ X, Y = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
         ),
         ({"key": Y[:2]}, r"need one shape with the batch of query, got \(3, 7, 24\), \(2, 11, 24\)"),
         ({"key": Y, "value": X}, "need one shape with the batch of query"),
-        ({"key": Y[:, :0]}, r"k must have at least one position, got shape \(3, 0, 4, 6\)"),
+        ({"key": Y[:, :0]}, "k must have at least one position, got none"),
         (
             {"key": Y, "key_padding_mask": torch.ones(B, N).bool()},
             r"must be \(b, n\) = \(3, 11\), got \(3, 7\)",

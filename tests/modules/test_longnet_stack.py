@@ -299,3 +299,97 @@ def test_bad_settings(cls: Any, options: dict[str, Any], error: type[Exception],
 def test_bad_calls(cls: Any, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make(cls)(**{"x": tokens(), **arguments})
+
+
+def other(**settings: Any) -> Any:
+    """The last cache of a stack that was made otherwise."""
+    rows = settings.pop("rows", B)
+    return make(**settings).make_caches(rows)[-1]
+
+
+def advanced() -> Any:
+    stack = make().eval()
+    caches = stack.make_caches(B)
+    with torch.no_grad():
+        stack(tokens(2), None, True, caches=caches)
+    return caches[-1]
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "message"),
+    [
+        (lambda: other(rows=3), ValueError, "cache and query must have as many rows, got 3 and 2"),
+        (
+            lambda: other(segment_lengths=(6, 18)),
+            ValueError,
+            r"its segment_lengths is \(6, 18\), not \(6, 16\)",
+        ),
+        (lambda: other(num_kv_heads=1), ValueError, "its num_kv_heads is 1, not 3"),
+        (
+            lambda: make().make_caches(B, dtype=torch.float32)[-1],
+            ValueError,
+            "must have one device and dtype, got",
+        ),
+        (lambda: None, TypeError, "caches must hold DilatedKVCaches, got a NoneType"),
+        (advanced, ValueError, r"the same tokens, got lengths \(0, 0\) in layer 0 and \(2, 2\) in layer 2"),
+    ],
+)
+@pytest.mark.parametrize("cls", STACKS)
+def test_no_cache_takes_tokens_unless_all_can(
+    cls: Any, last: Any, error: type[Exception], message: str
+) -> None:
+    stack, x = make(cls).eval(), tokens()
+    caches = stack.make_caches(B)
+    with torch.no_grad():
+        with pytest.raises(error, match=message):
+            stack(x, is_causal=True, caches=[*caches[:-1], last()])
+        assert [cache.lengths for cache in caches] == [(0, 0)] * L
+        assert_close(stack(x, is_causal=True, caches=caches), stack(x, is_causal=True), DOUBLE)
+
+
+def test_bad_memory_leaves_all_caches_as_they_were() -> None:
+    stack, x, memory = make(LongNetDecoder, cross_attention="dense").eval(), tokens(), tokens(M)
+    caches = stack.make_caches(B)
+    with torch.no_grad():
+        for bad in (memory[:1], memory[..., 1:], memory.float(), memory[:, :0], None):
+            with pytest.raises((ValueError, TypeError), match=r"memory|batch of query|at least one position"):
+                stack(x, bad, caches=caches)
+            assert [cache.lengths for cache in caches] == [(0, 0)] * L
+        assert_close(stack(x, memory, caches=caches), stack(x, memory), DOUBLE)
+
+
+def test_weights_with_gradients_leave_all_caches_as_they_were() -> None:
+    stack = make().eval()
+    stack.layers[0].requires_grad_(False)  # so that the first layer could run
+    caches = stack.make_caches(B)
+    with pytest.raises(ValueError, match=r"no gradient: call it under torch\.no_grad\(\)"):
+        stack(tokens(), None, True, caches=caches)
+    assert [cache.lengths for cache in caches] == [(0, 0)] * L
+    stack.requires_grad_(False)
+    assert stack(tokens(), None, True, caches=caches).isfinite().all()
+
+
+def test_each_layer_has_a_cache_of_its_own() -> None:
+    stack = make().eval()
+    cache = stack.make_caches(B)[0]
+    with pytest.raises(ValueError, match="caches must be one for each layer, got one for several"):
+        stack(tokens(), None, True, caches=[cache] * L)
+    with pytest.raises(
+        TypeError, match="caches must be a list with one for each layer, got a DilatedKVCache"
+    ):
+        stack(tokens(), None, True, caches=cache)
+    assert cache.lengths == (0, 0)
+
+
+def test_inputs_of_another_dtype() -> None:
+    with pytest.raises(
+        TypeError, match=r"input must have the dtype of the weights, torch\.float64, got torch\.float32"
+    ):
+        make()(tokens(dtype=torch.float32))
+    stack = make(dtype=torch.float32)
+    with pytest.raises(
+        TypeError, match=r"must have the dtype of the weights, torch\.float32, got torch\.bfloat16"
+    ):
+        stack(tokens(dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert stack(tokens(dtype=torch.bfloat16)).isfinite().all()

@@ -468,7 +468,17 @@ X = torch.zeros(B, N, E)
             TypeError,
             "query must be a dense floating-point tensor, got torch.sparse_coo",
         ),
-        ({"query": X.double()}, RuntimeError, "must have the same dtype"),
+        (
+            {"query": X.double()},
+            TypeError,
+            "query must have the dtype of the weights, torch.float32, got torch.float64",
+        ),
+        (
+            {"query": X, "key": X.bfloat16()},
+            TypeError,
+            "key must have the dtype of the weights, .* torch.bfloat16",
+        ),
+        ({"query": X.to("meta")}, ValueError, "query must be on the device of the weights, cpu, got meta"),
         (
             {"query": X, "key": X[:, 1:]},
             ValueError,

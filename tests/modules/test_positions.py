@@ -288,6 +288,38 @@ def test_bad_positions(positions: Any, error: type[Exception], message: str) -> 
     assert module(x, positions=torch.randint(8, (2, 9)))[0].isfinite().all()
 
 
+def test_bad_heads_and_positions_of_an_encoding() -> None:
+    q = torch.randn(2, 9, 4, 8)
+    for encoding in (RotaryEmbedding(8), XPos(8, [16])):
+        for pair in ((q[..., :2], q), (q, q[..., :4]), (q[0], q)):
+            with pytest.raises(ValueError, match=r"[qk] must have the shape \(b, n, h, d\) with d 8, got"):
+                encoding(*pair, torch.arange(9))
+        with pytest.raises(TypeError, match=r"positions must be a tensor of integers, got torch\.float32"):
+            encoding(q, q, torch.arange(9.0))
+        with pytest.raises(ValueError, match=r"positions must have the shape .* got \(8,\)"):
+            encoding(q, q, torch.arange(8))
+        for narrow in (torch.uint8, torch.int8):
+            for got, expected in zip(
+                encoding(q, q, torch.arange(9).to(narrow)), encoding(q, q, torch.arange(9)), strict=True
+            ):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("segment_lengths", "error", "message"),
+    [
+        ([0], ValueError, "segment_lengths must lie between 1 and .* got 0"),
+        ([], ValueError, "segment_lengths must have at least one entry, got none"),
+        ([4, -2], ValueError, "segment_lengths must lie between 1 and .* got -2"),
+        ([4.0], TypeError, r"segment_lengths must hold integers, got 4\.0"),
+        (4, TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
+    ],
+)
+def test_bad_segments_of_xpos(segment_lengths: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        XPos(4, segment_lengths)
+
+
 def test_positions_need_an_encoding() -> None:
     module = MultiheadDilatedAttention(32, 4, (8,), (1,))
     with pytest.raises(ValueError, match="positions need a position encoding, got a module without one"):

@@ -316,9 +316,13 @@ def edit(folder: Path, change: Any) -> None:
             lambda state: state.update({"embed_tokens.weight": torch.zeros(11, 24, dtype=torch.int64)}),
             "embed_tokens.weight must be like torch.float32, got torch.int64$",
         ),
+        (
+            lambda state: state.update({"embed_tokens.weight": torch.zeros(11, 24, dtype=torch.complex64)}),
+            "embed_tokens.weight must be like torch.float32, got torch.complex64$",
+        ),
         (lambda state: (state.clear(), state.update(new=torch.zeros(1))), r"is missing; .* and \d+ more$"),
     ],
-    ids=["missing", "unexpected", "shape", "dtype", "many"],
+    ids=["missing", "unexpected", "shape", "dtype", "complex", "many"],
 )
 def test_weights_that_do_not_fit(tmp_path: Path, change: Any, message: str) -> None:
     make_lm().save_pretrained(tmp_path)

@@ -68,6 +68,85 @@ def padding(n: int = N) -> Tensor:
     return ignored
 
 
+@pytest.mark.parametrize("cross_attention", ["dense", "dilated"])
+def test_cross_attention_has_the_options_of_the_layer(cross_attention: str) -> None:
+    options = {"bias": False, "softmax_scale": 0.1, "attention_dropout": 0.25, "num_kv_heads": 1}
+    cross = make(DilatedTransformerDecoderLayer, cross_attention=cross_attention, **options).encoder_attn
+    assert [name for name, _ in cross.named_parameters() if "bias" in name] == []
+    assert [cross.k_proj.out_features, cross.v_proj.out_features] == [E // H] * 2
+    attention = cross.attention
+    assert (attention.dropout if cross_attention == "dense" else attention.spec.dropout_p) == 0.25
+    x, memory = (torch.randn(B, N, E, dtype=DOUBLE) for _ in range(2))
+    q, k, v = (
+        F.linear(a, p.weight) for a, p in ((x, cross.q_proj), (memory, cross.k_proj), (memory, cross.v_proj))
+    )
+    scores = q.unflatten(-1, (H, -1)).transpose(1, 2) @ k[:, None].mT * 0.1
+    expected = (scores.softmax(-1) @ v[:, None]).transpose(1, 2).flatten(2) @ cross.out_proj.weight.T
+    assert_close(cross.eval()(x, memory)[0], expected, DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"memory": torch.randn(B, M, E - 1, dtype=DOUBLE)}, ValueError, "memory must have the shape .* got"),
+        (
+            {"memory": torch.randn(B, M, E)},
+            TypeError,
+            "memory must have the dtype of tgt, torch.float64, got",
+        ),
+        (
+            {"memory": torch.randn(B, M, E, dtype=DOUBLE, device="meta")},
+            ValueError,
+            "memory must be on the device",
+        ),
+        (
+            {"memory": torch.randn(B + 1, M, E, dtype=DOUBLE)},
+            ValueError,
+            "need one shape with the batch of query",
+        ),
+        (
+            {"memory": torch.randn(B, 0, E, dtype=DOUBLE)},
+            ValueError,
+            "k must have at least one position, got none",
+        ),
+        (
+            {"memory_key_padding_mask": padding(N)},
+            ValueError,
+            r"key_padding_mask must be \(b, n\) = \(2, 9\)",
+        ),
+        ({"memory_is_causal": True}, ValueError, "is_causal needs as many keys as queries, got 9 and 13"),
+        ({"lengths": [1]}, ValueError, "lengths must have one entry for each of the 2 rows"),
+    ],
+)
+def test_a_call_that_fails_leaves_its_cache_as_it_was(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    layer = make(DilatedTransformerDecoderLayer).eval()
+    cache, x = layer.self_attn.make_cache(B), torch.randn(B, N, E, dtype=DOUBLE)
+    with torch.no_grad(), pytest.raises(error, match=message):
+        layer(x, **{"memory": torch.randn(B, M, E, dtype=DOUBLE), **given}, cache=cache)
+    assert cache.lengths == (0, 0)
+
+
+def test_inputs_of_another_dtype_or_device() -> None:
+    for cls, more in (
+        (DilatedTransformerEncoderLayer, {}),
+        (DilatedTransformerDecoderLayer, {"cross_attention": None}),
+    ):
+        layer, x = make(cls, **more), torch.randn(B, N, E)
+        with pytest.raises(
+            TypeError, match=r"input must have the dtype of the weights, torch\.float64, got torch\.float32"
+        ):
+            layer(x)
+        with pytest.raises(ValueError, match="input must be on the device of the weights, cpu, got meta"):
+            layer(x.double().to("meta"))
+    layer = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16()).isfinite().all()
+        with pytest.raises(TypeError, match=r"input must have the dtype .* got torch\.float64"):
+            layer(x.double())
+
+
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])

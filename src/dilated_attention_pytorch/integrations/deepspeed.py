@@ -37,7 +37,8 @@ def ulysses_attention(
         num_heads: of all ranks together, needed where they are no multiple of the ranks. DeepSpeed then gives
             the first ranks one head more; h and h_kv must be equal.
         batch_dim_idx: the dimension of the batch, as DeepSpeed's `forward` has it.
-        options: of `dilated_attention`: is_causal, scale, dropout_p, head_mixing, head_offsets, ...
+        options: of `dilated_attention`: is_causal, scale, dropout_p, head_mixing, head_offsets, ...; but no
+            head_slice, which follows from the group, and no return_lse.
 
     Returns:
         The attention, in the layout of q.
@@ -47,6 +48,12 @@ def ulysses_attention(
     """
     if batch_dim_idx not in (0, 1):
         raise ValueError(f"batch_dim_idx must be 0 or 1, got {batch_dim_idx!r}")
+    if "head_slice" in options:
+        raise TypeError("head_slice follows from group and num_heads here, got one")
+    if options.get("return_lse", False) is not False:
+        raise ValueError(
+            f"DeepSpeed takes one result of its local attention, got return_lse={options['return_lse']!r}"
+        )
     check_four_dimensions(q, k, v, "of which the third is heads")
     h = q.shape[2]
     head_slice = even_slice(h, group) if num_heads is None else uneven_slice(h, k.shape[2], num_heads, group)

@@ -43,8 +43,8 @@ def load_torchscale_state(
     if not isinstance(module, (LongNetEncoder, LongNetDecoder)):
         raise TypeError(f"module must be a LongNetEncoder or a LongNetDecoder, got {type(module).__name__}")
     check_flags(strict=strict)
-    if isinstance(ignore, str):
-        raise TypeError(f"ignore must be a sequence of strings, got the string {ignore!r}")
+    if not isinstance(ignore, Sequence) or isinstance(ignore, str) or any(type(x) is not str for x in ignore):
+        raise TypeError(f"ignore must be a sequence of strings, got {ignore!r}")
     check_torchscale_pattern(module, is_causal=isinstance(module, LongNetDecoder))
     named, outside = plain_names(state, prefix)
     unwanted = tuple(prefix + name for name in named if name.startswith(tuple(ignore)))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.blocks import check_flags
 from ..spec import one_of
 
 _PARTS = ("encoder", "decoder")
@@ -26,6 +27,10 @@ _SHARED = {
     "subln": ("sub_layer_norm", True),
     "checkpoint_activations": ("checkpoint_activations", False),
 }
+_FLAGS = (
+    *("subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"),
+    *(f"{part}_normalize_before" for part in _PARTS),
+)
 # The only value that can be honoured, and what another would ask for.
 _FIXED = {
     "deepnorm": (False, "residuals scaled by DeepNorm"),
@@ -78,8 +83,11 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
     one_of("part", part, _PARTS)
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a mapping of torchscale's settings, got {type(config).__name__}")
+    if odd := [name for name in config if not isinstance(name, str)]:
+        raise TypeError(f"config must have strings as names, got {odd[0]!r}")
     if unknown := sorted(set(config) - _OWN - _SHARED.keys() - _FIXED.keys() - _WITHOUT_EFFECT):
         raise ValueError(f"config must hold settings of torchscale's LongNet only, got {unknown}")
+    check_flags(**{name: config[name] for name in _FLAGS if name in config})
     for name, (allowed, fact) in _FIXED.items():
         if config.get(name, allowed) != allowed:
             raise ValueError(f"{name} must be {allowed}, these layers have no {fact}, got {config[name]!r}")

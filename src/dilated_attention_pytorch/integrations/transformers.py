@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import uncompiled
+from ..ops import document_bounds
 from ..ring import group_size
 from .settings import check_settings
 from .token_rows import attend_new, attend_rows
@@ -245,16 +246,39 @@ def _check_mask(
                 f"for {tuple(k.shape[:2])} keys"
             )
     is_padded = mask is not None and mask.dtype == torch.bool
-    if boundaries is not None:
-        if q.shape[0] != 1 or is_padded or key_boundaries is None or not boundaries.equal(key_boundaries):
+    if boundaries is not None or key_boundaries is not None:
+        if q.shape[0] != 1 or is_padded:
             raise ValueError(
-                "cu_seq_lens_q must pack documents into one row without padding, and equal cu_seq_lens_k, "
-                f"got {q.shape[0]} rows{' with padding' if is_padded else ''}"
+                "cu_seq_lens_q must pack documents into one row without padding, got "
+                f"{q.shape[0]} rows{' with padding' if is_padded else ''}"
             )
-        places = torch.arange(k.shape[1], device=q.device, dtype=boundaries.dtype)
-        mask = torch.bucketize(places, boundaries.to(q.device), right=True, out_int32=True)[None]
+        mask = _packed(boundaries, key_boundaries, q, k)
     if mask is not None and mask.dtype != torch.bool and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"packed documents cannot continue from a cache, got {q.shape[1]} of {k.shape[1]} tokens"
         )
     return mask
+
+
+@uncompiled
+def _packed(boundaries: Tensor | None, key_boundaries: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """Numbers of the documents (1, N) between boundaries, which must be those of queries and keys alike."""
+    own = _checked_bounds("cu_seq_lens_q", boundaries, k.shape[1])
+    if own != _checked_bounds("cu_seq_lens_k", key_boundaries, k.shape[1]):
+        raise ValueError(
+            "cu_seq_lens_q must equal cu_seq_lens_k, as documents attend to themselves, got others"
+        )
+    places = torch.arange(k.shape[1], device=q.device)
+    return torch.bucketize(places, torch.tensor(own, device=q.device), right=True, out_int32=True)[None]
+
+
+def _checked_bounds(name: str, boundaries: Tensor | None, n: int) -> tuple[int, ...]:
+    if not isinstance(boundaries, Tensor) or boundaries.dtype not in (torch.int32, torch.int64):
+        kind = getattr(boundaries, "dtype", type(boundaries).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
+    if boundaries.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(boundaries.shape)}")
+    try:
+        return document_bounds(boundaries, n)
+    except ValueError as error:
+        raise ValueError(f"{name} must hold the boundaries of documents: {error}") from error

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..attention_op import autocasts
 from ..spec import finite_float
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -23,6 +24,22 @@ def check_embedded(name: str, x: Tensor, embed_dim: int, layout: str = "(b, n, e
         width = layout.strip("()").split(", ")[-1]
         rule = f"{name} must have the shape {layout} with {width} {embed_dim}"
         raise ValueError(f"{rule}, got {tuple(x.shape)}")
+
+
+def explain_mismatch(other: object, whose: str, **inputs: Tensor) -> None:
+    """Raises if an input has another device than `other`, or another dtype that autocast does not cast.
+
+    Weights are compared only after torch has failed, to say why: wrappers that shard or quantise them hold
+    them otherwise than they use them.
+    """
+    if not isinstance(other, Tensor):
+        return
+    for name, x in inputs.items():
+        if x.device != other.device:
+            raise ValueError(f"{name} must be on the device of {whose}, {other.device}, got {x.device}")
+        casts = autocasts(x.device) and torch.float64 not in (x.dtype, other.dtype)
+        if x.dtype != other.dtype and not casts:
+            raise TypeError(f"{name} must have the dtype of {whose}, {other.dtype}, got {x.dtype}")
 
 
 def attended_keys(ignored: Tensor, b: int, n: int, device: torch.device) -> Tensor:

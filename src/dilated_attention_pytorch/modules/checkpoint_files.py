@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pretrained import read_tensors
+from .pretrained import check_has_memory, read_tensors
 
 _HOLDERS = ("model", "state_dict")  # keys under which training scripts put the weights
 # What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
@@ -28,6 +28,7 @@ def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> 
     with a state dict under "model" or "state_dict". Pickled objects other than tensors and plain data are
     refused.
     """
+    check_has_memory(device)
     if path.suffix == ".safetensors":
         return read_tensors(path, device=device)
     try:

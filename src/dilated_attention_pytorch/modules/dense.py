@@ -52,6 +52,7 @@ class DenseAttention(nn.Module):
         """
         query, key, value = autocast_inputs(query, key, value)
         _check(query, key, value, is_causal, attention_mask)
+        key, value = (_without_hidden(x, attention_mask) for x in (key, value))
         mask, empty = _visible(query, is_causal, attention_mask)
         q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
@@ -73,7 +74,7 @@ class DenseAttention(nn.Module):
         _check(query, key, key, is_causal, attention_mask)
         mask, empty = _visible(query, is_causal, attention_mask)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+        keys = _without_hidden(key, attention_mask).repeat_interleave(query.shape[2] // key.shape[2], 2)
         scores = torch.einsum("bihd,bjhd->bhij", query, keys) * scale
         if mask is None and is_causal:
             mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
@@ -89,12 +90,21 @@ class DenseAttention(nn.Module):
 def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> None:
     check_flags(is_causal=is_causal)
     check_inputs(query, key, value, None, None, same_length=False)
-    n, m = query.shape[1], key.shape[1]
+    check_lengths(query.shape[1], key.shape[1], is_causal)
+    check_inputs(key, key, value, mask, None)  # whose mask it is
+
+
+def check_lengths(n: int, m: int, is_causal: bool) -> None:
+    """Raises unless n queries can attend to m keys."""
     if not m:
-        raise ValueError(f"k must have at least one position, got shape {tuple(key.shape)}")
+        raise ValueError("k must have at least one position, got none")
     if is_causal and n != m:
         raise ValueError(f"is_causal needs as many keys as queries, got {m} and {n}")
-    check_inputs(key, key, value, mask, None)  # whose mask it is
+
+
+def _without_hidden(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros for hidden keys: they may hold anything, and softmax gives NaN a weight of 0 that is NaN."""
+    return x if mask is None else x.masked_fill(~mask[:, :, None, None], 0.0)
 
 
 def _visible(

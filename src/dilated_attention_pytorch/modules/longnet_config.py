@@ -92,7 +92,9 @@ class StackConfig:
         own = {name: value for name, value in settings.items() if name in names}
         others = {name: value for name, value in settings.items() if name not in names}
         given = own.get("attention_options", {})
-        return cls(**{**own, "attention_options": {**given, **others} if others else given})
+        if isinstance(given, Mapping):  # else it is refused as it is
+            given = {**given, **others}
+        return cls(**{**own, "attention_options": given})
 
     def stack_options(self) -> dict[str, Any]:
         """The arguments of `LongNetEncoder` and `LongNetDecoder` but for the number of layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..core.blocks import check_flags, check_positive_int
 from ..decode import DilatedKVCache
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .call_checks import check_embedded, check_probabilities
+from .multihead_call import check_caches, check_in_step
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, magneto_gamma
 
 
@@ -115,27 +116,43 @@ class LongNetStack(nn.Module):
     def _run(
         self,
         x: Tensor,
-        call: Callable[..., Tensor],
+        arguments: dict[str, Any],
         caches: Sequence[DilatedKVCache] | None,
         return_all: bool,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Applies `call(layer, x, cache)` layer by layer, then the final norm."""
+        """Applies layer by layer, each with `arguments` and its cache, then the final norm."""
         check_embedded("x", x, self.d_model, "(b, n, d_model)")
         check_flags(return_all=return_all)
-        if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(f"caches must hold one for each of {len(self.layers)} layers, got {len(caches)}")
+        if caches is not None:
+            self._check_cached(x, arguments, caches)
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         states = [x] if return_all else []
         for index, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[index]
-            if recompute and cache is None:
-                x = checkpoint(call, layer, x, None, use_reentrant=False)
+            if recompute and caches is None:
+                x = checkpoint(layer, x, **arguments, use_reentrant=False)
             else:
-                x = call(layer, x, cache)
+                x = layer(x, **arguments, cache=None if caches is None else caches[index])
             if return_all:
                 states.append(x)
         out = x if self.layer_norm is None else self.layer_norm(x)
         return (out, states) if return_all else out
+
+    def _check_cached(self, x: Tensor, arguments: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step.
+
+        What is wrong with other arguments the first layer finds before its cache takes a token.
+        """
+        check_caches(caches, len(self.layers))
+        if torch.is_grad_enabled():
+            given = (each for each in (x, *arguments.values()) if isinstance(each, Tensor))
+            if any(each.requires_grad for each in (*given, *self.layers.parameters())):
+                raise ValueError(
+                    "a stack with caches has no gradient: call it under torch.no_grad() or "
+                    "torch.inference_mode(), got inputs or weights that require one"
+                )
+        for layer, cache in zip(self._typed_layers(), caches, strict=True):
+            layer.self_attn.check_call(x, is_causal=True, cache=cache)
+        check_in_step(caches)
 
 
 class LongNetEncoder(LongNetStack):
@@ -145,7 +162,7 @@ class LongNetEncoder(LongNetStack):
         d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
         segment_lengths, dilation_rates: of the attention of all layers, one entry a branch.
         dropout, attention_dropout, activation_dropout: see `DilatedTransformerEncoderLayer`.
-        drop_path_rate: of the last layer; those before grow linearly from 0.
+        drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
         normalize_output: end with `layer_norm`.
         gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
             stack; 1 without sub_layer_norm.
@@ -176,12 +193,8 @@ class LongNetEncoder(LongNetStack):
                 gradients.
             lengths: (b,) ints, how many of the n tokens of each row are real, with caches only.
         """
-
-        def call(layer: nn.Module, x: Tensor, cache: DilatedKVCache | None) -> Tensor:
-            out: Tensor = layer(x, None, key_padding_mask, is_causal, cache=cache, lengths=lengths)
-            return out
-
-        return self._run(x, call, caches, return_all)
+        arguments = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
+        return self._run(x, arguments, caches, return_all)
 
 
 class LongNetDecoder(LongNetStack):
@@ -226,17 +239,11 @@ class LongNetDecoder(LongNetStack):
             is_causal: False attends in both directions.
             return_all, caches, lengths: as in `LongNetEncoder.forward`.
         """
-
-        def call(layer: nn.Module, x: Tensor, cache: DilatedKVCache | None) -> Tensor:
-            out: Tensor = layer(
-                x,
-                memory,
-                tgt_key_padding_mask=key_padding_mask,
-                memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=is_causal,
-                cache=cache,
-                lengths=lengths,
-            )
-            return out
-
-        return self._run(x, call, caches, return_all)
+        arguments = {
+            "memory": memory,
+            "tgt_key_padding_mask": key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "tgt_is_causal": is_causal,
+            "lengths": lengths,
+        }
+        return self._run(x, arguments, caches, return_all)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.blocks import check_flags
+from .call_checks import explain_mismatch
 from .checkpoint_files import read_checkpoint
 from .longnet_config import StackConfig
 from .longnet_stack import LongNetEncoder
@@ -95,7 +96,9 @@ class LongNetViT(PretrainedModel):
         if twice := sorted(own.keys() & options.keys()):
             raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
         torchscale = {"head_offsets": "blocked", "tail": "phantom"}
-        given = {**torchscale, **options.pop("attention_options", {})}
+        given = options.pop("attention_options", {})
+        if isinstance(given, Mapping):  # else the config refuses it
+            given = {**torchscale, **given}
         self.config = LongNetViTConfig.split({**own, "attention_options": given, **options})
         self.patch_embed = nn.Sequential(
             OrderedDict(proj=nn.Linear(in_chans, embed_dim, device=device, dtype=dtype))
@@ -217,8 +220,12 @@ class LongNetViT(PretrainedModel):
 
     def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
         config, cls_token = self.config, self.cls_token
+        try:
+            tiles = self.patch_embed(x.to(cls_token.dtype))
+        except RuntimeError:
+            explain_mismatch(cls_token, "the weights", x=x.to(cls_token.dtype))
+            raise
         cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
-        tiles = self.patch_embed(x.to(cls_token.dtype))
         tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
         tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
         if all_layers:
@@ -239,6 +246,9 @@ class LongNetViT(PretrainedModel):
         if coords.shape != (*x.shape[:2], 2):
             shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+        for name, beside in {"coords": coords, "padding_mask": padding_mask}.items():
+            if isinstance(beside, Tensor) and beside.device != x.device:
+                raise ValueError(f"{name} must be on the device of x, {x.device}, got {beside.device}")
         if self.encoder.is_sharded:
             raise ValueError(
                 "each process must have whole slides, which start with a class token, got attention over a "

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..core.blocks import check_flags
+from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from .attention import DilatedAttention
 from .call_checks import attended_keys, check_causal_mask, check_embedded, check_positions
+
+_OF_SPEC = ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets")
+_OF_HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
 class Call(NamedTuple):
@@ -19,14 +23,14 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    key_padding_mask: Tensor | None
-    need_weights: bool
-    attn_mask: Tensor | None
-    is_causal: bool
-    positions: Tensor | None
-    cache: DilatedKVCache | None
-    lengths: Sequence[int] | Tensor | None
-    batch_first: bool
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = False
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    positions: Tensor | None = None
+    cache: DilatedKVCache | None = None
+    lengths: Sequence[int] | Tensor | None = None
+    batch_first: bool = True
 
     def sizes(self) -> tuple[int, int, int]:
         """Batch, number of queries, number of keys."""
@@ -57,13 +61,24 @@ class Call(NamedTuple):
             shapes = f"{tuple(self.query.shape)}, {tuple(key)} and {tuple(value)}"
             raise ValueError(f"key and value need one shape with the batch of query, got {shapes}")
 
+    def without_hidden(self, attend: Tensor | None) -> Call:
+        """Zeros for hidden keys and values of others than the queries: they may hold anything, NaN included,
+        which would reach the gradients of the projections."""
+        if attend is None or self.query is self.key is self.value:
+            return self
+        hidden = (~attend if self.batch_first else ~attend.t()).unsqueeze(-1)
+        key = self.key.masked_fill(hidden, 0.0)
+        value = key if self.value is self.key else self.value.masked_fill(hidden, 0.0)
+        return self._replace(key=key, value=value)
+
     def check_one_length(self, why: str) -> None:
         if self.query.shape != self.key.shape:
             shapes = f"{tuple(self.query.shape)}, {tuple(self.key.shape)} and {tuple(self.value.shape)}"
             raise ValueError(f"{why} need one shape of query, key and value, got {shapes}")
 
-    def check_cached(self, attention: Any) -> None:
+    def check_cached(self, module: Any) -> None:
         """Raises where a call with a cache asks for what no cache can give, or the cache is another's."""
+        attention = module.attention
         check_decodes(attention)
         cache = self.cache
         if not isinstance(cache, DilatedKVCache):
@@ -78,13 +93,45 @@ class Call(NamedTuple):
         if attention._dropout_now:
             dropout = attention.spec.dropout_p
             raise ValueError(f"a cache has no dropout, got {dropout} in training: call eval() first")
-        for name in ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets"):
-            own, other = getattr(attention.spec, name), getattr(cache.spec, name)
+        sources = dict.fromkeys(_OF_SPEC, (attention.spec, cache.spec))
+        for name, pair in (sources | dict.fromkeys(_OF_HEADS, (module, cache))).items():
+            own, other = (getattr(each, name) for each in pair)
             if own != other:
                 raise ValueError(f"cache must be one of make_cache: its {name} is {other}, not {own}")
         if cache.batch_size != self.sizes()[0]:
             sizes = f"{cache.batch_size} and {self.sizes()[0]}"
             raise ValueError(f"cache and query must have as many rows, got {sizes}")
+
+
+def check_caches(caches: Sequence[DilatedKVCache], num_layers: int) -> None:
+    """Raises unless there is a cache for each layer."""
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"caches must be a list with one for each layer, got a {type(caches).__name__}")
+    if len(caches) != num_layers:
+        raise ValueError(f"caches must hold one for each of {num_layers} layers, got {len(caches)}")
+    for cache in caches:
+        if not isinstance(cache, DilatedKVCache):
+            raise TypeError(f"caches must hold DilatedKVCaches, got a {type(cache).__name__}")
+    if len({id(cache) for cache in caches}) < num_layers:
+        raise ValueError("caches must be one for each layer, got one for several")
+
+
+# Lengths change from call to call, and compilers would make a graph for each.
+@uncompiled
+def check_in_step(caches: Sequence[DilatedKVCache]) -> None:
+    """Raises unless all have seen the same tokens."""
+    first = caches[0]
+    for number, cache in enumerate(caches):
+        if cache.lengths != first.lengths:
+            raise ValueError(
+                f"caches must have seen the same tokens, got lengths {first.lengths} in layer 0 and "
+                f"{cache.lengths} in layer {number}: after a call that failed between layers, reset them"
+            )
+        if (cache.device, cache.dtype) != (first.device, first.dtype):
+            raise ValueError(
+                f"caches must have one device and dtype, got {first.device} and {first.dtype} in layer 0, "
+                f"{cache.device} and {cache.dtype} in layer {number}"
+            )
 
 
 def check_decodes(attention: Any) -> None:

@@ -15,7 +15,7 @@ from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
 from .attention import DilatedAttention
-from .call_checks import check_positive
+from .call_checks import check_positive, explain_mismatch
 from .multihead_call import Call, check_decodes
 from .multihead_state import copy_projections
 from .ring import check_together, raise_together
@@ -37,6 +37,7 @@ class MultiheadSkin(nn.Module):
         batch_first: tensors are (b, n, embed_dim); (n, b, embed_dim) if False.
         num_kv_heads: heads of key and value, a divisor of num_heads (grouped-query attention).
         fused_qkv: hold the three input projections in one `qkv_proj`, which self-attention applies at once.
+            Where key or value is another tensor, its parts are applied, and its forward hooks do not run.
         positions: position encoding, a module `(q, k, positions) -> (q, k)` that is applied after the
             projections, with q (b, n, h, d), k (b, n, h_kv, d) and positions int64 (n,) or (b, n).
         bias, device, dtype: of all projections; the norm always has a bias.
@@ -161,7 +162,7 @@ class MultiheadSkin(nn.Module):
         check = partial(self._check_call, call)
         attend = check_together(self.attention.ring, check) if self.is_sharded else check()
         is_causal = is_causal or attn_mask is not None
-        q, k, v = self._heads(call)
+        q, k, v = self._heads(call, attend)
         if cache is not None:
             out = cache.attend(q, k, v, lengths=lengths)
         else:
@@ -170,6 +171,14 @@ class MultiheadSkin(nn.Module):
         out = self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out))
         weights = self._weights(q, k, is_causal, attend) if need_weights else None
         return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def check_call(self, query: Tensor, key: Tensor | None = None, **given: Any) -> None:
+        """Raises what `forward` raises for its arguments before it computes. Not for rings, which agree.
+
+        For modules with several caches, of which none is to take tokens unless all can.
+        """
+        key = query if key is None else key
+        self._check_call(Call(query, key, key, **given, batch_first=self.batch_first))
 
     def attention_rows(
         self,
@@ -185,8 +194,8 @@ class MultiheadSkin(nn.Module):
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
         dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        rest = (False, None, is_causal, positions, None, None, self.batch_first)
-        call = Call(query, query, query, key_padding_mask, *rest)
+        how: dict[str, Any] = {"is_causal": is_causal, "positions": positions}
+        call = Call(query, query, query, key_padding_mask, **how, batch_first=self.batch_first)
         attend = self._check_call(call)
         if not self._has_rows:
             raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
@@ -195,7 +204,7 @@ class MultiheadSkin(nn.Module):
                 "attention_rows needs the whole sequence in one process, got a part in each of "
                 f"{self.attention.ring.num_processes}"
             )
-        q, k, _ = self._heads(call)
+        q, k, _ = self._heads(call, attend)
         return self._rows(q, k, rows, is_causal, attend)
 
     def make_cache(
@@ -250,11 +259,12 @@ class MultiheadSkin(nn.Module):
         weights, bias = torch.split(self.qkv_proj.weight, self._qkv_sizes), self.qkv_proj.bias
         return list(weights), [bias] * 3 if bias is None else list(torch.split(bias, self._qkv_sizes))
 
-    def _heads(self, call: Call) -> list[Tensor]:
+    def _heads(self, call: Call, attend: Tensor | None) -> list[Tensor]:
         """Projected heads with their positions."""
         own = None if self.positions is None else self._own_positions(call)
         try:
-            q, k, v = self._project(call.query, call.key, call.value)
+            shown = call.without_hidden(attend)
+            q, k, v = self._project(shown.query, shown.key, shown.value)
             if self.positions is not None:
                 q, k = self.positions(q, k, self._chosen_positions(call, own))
         except Exception as error:
@@ -283,15 +293,22 @@ class MultiheadSkin(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Heads of query (b, n, h, d), key and value (b, n, h_kv, d)."""
-        if not self.fused_qkv:
-            projected = [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
-        elif query is key and key is value:
-            projected = list(self.qkv_proj(query).split(self._qkv_sizes, -1))
-        else:
-            inputs = zip((query, key, value), *self._qkv_parameters(), strict=True)
-            projected = [nn.functional.linear(x, weight, bias) for x, weight, bias in inputs]
-        heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
+        try:
+            projected = self._projections(query, key, value)
+        except RuntimeError:
+            weight = getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None)
+            explain_mismatch(weight, "the weights", query=query, key=key, value=value)
+            raise
+        heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]  # type: ignore[no-untyped-call]
         return heads if self.batch_first else [x.transpose(0, 1) for x in heads]
+
+    def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if not self.fused_qkv:
+            return [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
+        if query is key and key is value:
+            return list(self.qkv_proj(query).split(self._qkv_sizes, -1))
+        inputs = zip((query, key, value), *self._qkv_parameters(), strict=True)
+        return [nn.functional.linear(x, weight, bias) for x, weight, bias in inputs]
 
     def _weights(self, q: Tensor, k: Tensor, is_causal: bool, attend: Tensor | None) -> Tensor:
         if hasattr(self.attention, "attention_weights"):
@@ -335,7 +352,7 @@ class MultiheadSkin(nn.Module):
         if call.need_weights and not (self._has_rows or hasattr(self.attention, "attention_weights")):
             raise ValueError(f"need_weights needs attention_weights, got a {type(self.attention).__name__}")
         if call.cache is not None:
-            call.check_cached(self.attention)
+            call.check_cached(self)
         elif call.lengths is not None:
             raise ValueError("lengths are for a cache, got none (key_padding_mask hides padding)")
         return attend

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.blocks import check_positive_int
+from ..decode.rows import whole_numbers
 from ..spec import one_of
-from .call_checks import check_positive, require
+from .call_checks import check_positions, check_positive, require
 
 ENCODINGS = ("rotary", "xpos")
 DEFAULT_ROTARY_BASE = 10000.0
@@ -66,11 +67,21 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned."""
+        positions = self._checked(q, k, positions)
         cos, sin = self._turns(positions)
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def check_given(self, positions: Tensor, own: Tensor) -> None:
         """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
+
+    def _checked(self, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+        """The positions as int64, if they and the heads fit."""
+        for name, x in (("q", q), ("k", k)):
+            if x.dim() != 4 or x.shape[3] != self.head_dim:
+                rule = f"{name} must have the shape (b, n, h, d) with d {self.head_dim}"
+                raise ValueError(f"{rule}, got {tuple(x.shape)}")
+        check_positions(positions, *q.shape[:2])
+        return positions.long()
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, float64 (n, 1, d / 2) or (b, n, 1, d / 2)."""
@@ -110,11 +121,14 @@ class XPos(RotaryEmbedding):
         super().__init__(head_dim, base)
         check_positive(xpos_scale_base=scale_base)
         self.scale_base = float(scale_base)
-        period = None if segment_lengths is None else math.lcm(*segment_lengths)
+        period = None
+        if segment_lengths is not None:
+            period = math.lcm(*whole_numbers("segment_lengths", segment_lengths, None, 2**62 - 1, least=1))
         self.period = None if period is None or period >= 2**62 else period  # or no position reaches it
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned, scaled."""
+        positions = self._checked(q, k, positions)
         cos, sin = self._turns(positions)
         factor = self._factors(positions, q.dtype)
         return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)

@@ -135,10 +135,17 @@ def read_tensors(path: Path, *, device: torch.device | str | None = None) -> dic
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_has_memory(device)
+
     try:
         return dict(load_file(path, device=str(torch.device("cpu" if device is None else device))))
     except SafetensorError as error:
         raise ValueError(f"{path} must be a safetensors file, got one that is not: {error}") from error
+
+
+def check_has_memory(device: torch.device | str | None) -> None:
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("device must be one with memory to load weights, got meta")
 
 
 @contextmanager

@@ -14,7 +14,9 @@ def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
     Coordinates are integers, float32 or float64. A cell outside the grid of slide_ngrids x slide_ngrids is an
     error; a table of positions that is read by a flat index would give the embedding of another cell.
     """
-    if (coords.is_floating_point() and coords.dtype not in _FINE) or coords.is_complex():
+    if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
+        coords = coords.long()  # narrow integers have no room for tile_size
+    elif coords.dtype not in _FINE:
         raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
     cells = torch.div(coords, tile_size, rounding_mode="floor")
     inside = (cells >= 0) & (cells < slide_ngrids)

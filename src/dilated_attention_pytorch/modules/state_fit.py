@@ -31,6 +31,8 @@ class LoadReport:
 def check_state(state: Mapping[str, Tensor]) -> None:
     if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
         raise TypeError(f"state must be a state dict of tensors, got {type(state).__name__}")
+    if odd := [name for name in state if not isinstance(name, str)]:
+        raise TypeError(f"state must have strings as names, got {odd[0]!r}")
 
 
 def check_fit(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..core.blocks import check_flags
 from ..decode import DilatedKVCache
 from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
-from .call_checks import check_embedded
-from .dense import DenseAttention
+from .call_checks import check_embedded, explain_mismatch
+from .dense import DenseAttention, check_lengths
 from .feed_forward import DropPath, FeedForward, magneto_gamma
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadSkin
 
@@ -146,8 +146,13 @@ class DilatedTransformerEncoderLayer(nn.Module):
         cache: DilatedKVCache | None,
         lengths: Sequence[int] | Tensor | None,
     ) -> Tensor:
+        try:
+            normed = self.self_attn_layer_norm(x)
+        except RuntimeError:
+            explain_mismatch(self.self_attn_layer_norm.weight, "the weights", input=x)
+            raise
         attended, _ = self.self_attn(
-            self.self_attn_layer_norm(x),
+            normed,
             key_padding_mask=key_padding_mask,
             attn_mask=mask,
             is_causal=is_causal,
@@ -170,7 +175,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         cross_attention: "dense" attends to all of a memory of any length, "dilated" in the pattern of the
             self-attention to a memory of the same length, whose positions correspond, None to no memory.
             Without sub-layer norm and position encoding, as in torchscale. "dense" is refused in a ring, of
-            whose processes each has a part of the memory.
+            whose processes each has a part of the memory. Of the attention's options it has num_kv_heads,
+            attention_dropout, bias and softmax_scale; the others are of dilated attention only.
         The others are those of `DilatedTransformerEncoderLayer`.
 
     With a cache dense attention projects the memory anew in each call.
@@ -228,8 +234,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self.encoder_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
         shape: dict[str, Any] = {**heads, **placed, "layer_norm": False}
         if cross_attention == "dense":
-            dense = DenseAttention(attention_dropout=attention_dropout)
-            self.encoder_attn = MultiheadSkin(d_model, nhead, dense, **shape)
+            dense = DenseAttention(options.get("softmax_scale"), attention_dropout)
+            self.encoder_attn = MultiheadSkin(d_model, nhead, dense, bias=options.get("bias", True), **shape)
         else:
             unlike = ("activation_dropout", "drop_path", "sub_layer_norm", *POSITION_OPTIONS)
             pattern = {name: value for name, value in options.items() if name not in unlike}
@@ -264,6 +270,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         """
         self._check_input("tgt", tgt)
         self._check_memory(memory, memory_mask, memory_key_padding_mask, memory_is_causal, cache)
+        if cache is not None:  # which must not take tokens that then find no memory
+            self._check_cross(tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         x = self._attend_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, cache, lengths)
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
             attended, _ = self.encoder_attn(
@@ -275,6 +283,25 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             )
             x = x + self.drop_path(self.dropout(attended))
         return self._feed_forward(x)
+
+    def _check_cross(
+        self,
+        tgt: Tensor,
+        memory: Tensor | None,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
+        """Raises what cross attention would, before self-attention runs."""
+        if self.encoder_attn is None or memory is None:
+            return
+        self._check_input("memory", memory)
+        explain_mismatch(tgt, "tgt", memory=memory)
+        masks = {"attn_mask": mask, "key_padding_mask": key_padding_mask}
+        self.encoder_attn.check_call(tgt, memory, **masks, is_causal=is_causal)
+        if self.cross_attention == "dense":
+            time = 1 if self.self_attn.batch_first else 0
+            check_lengths(tgt.shape[time], memory.shape[time], is_causal)
 
     def _check_memory(
         self,
