@@ -41,8 +41,10 @@ FLOORS = [
     {"factory", "integrations"},
     {"block_factory"},
     DOORS,
-    {"bench"},
+    {"bench", "train"},
     {"__init__"},
+    {"cli"},
+    {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {"bench": {"rich"}, "modules": {"safetensors"}, "integrations": {"transformers"}}
@@ -85,7 +87,7 @@ def misplaced_imports(path: Path, source: str) -> set[str]:
     if room == "__init__":
         return set()
     below = {other for other in FLOOR if FLOOR[other] < FLOOR[room]}
-    if room != "bench":
+    if room not in ("bench", "cli"):
         below.discard("reference")  # an oracle that the engine called would prove nothing
     return imported_rooms(path, source) - below - {room}
 
@@ -137,9 +139,43 @@ def assert_runs_silently(code: str) -> None:
 OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "safetensors", "transformers")
 
 
-def test_import_needs_torch_alone_and_is_silent() -> None:
-    # None in sys.modules makes an import fail as if the package were not installed.
-    assert_runs_silently(f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL})); import {PACKAGE}")
+# None in sys.modules makes an import fail as if the package were not installed.
+WITHOUT_OPTIONAL = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"
+FIRST_USES = [
+    f"from {PACKAGE} import *",
+    f"import {PACKAGE}; {PACKAGE}.core.get_global_pattern_cache()",
+    f"import {PACKAGE}; {PACKAGE}.DilatedSpec((4,), (1,))",
+    *(f"import {PACKAGE}.{room}" for room in ("core", "reference", "modules.longnet", "bench.demo")),
+]
+
+
+@pytest.mark.parametrize("first_use", FIRST_USES)
+def test_first_use_needs_torch_alone_and_is_silent(first_use: str) -> None:
+    assert_runs_silently(f"{WITHOUT_OPTIONAL}\n{first_use}")
+
+
+def test_import_alone_takes_no_torch_and_no_time() -> None:
+    assert_runs_silently(
+        f"import sys, {PACKAGE} as package; assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "assert set(package.__all__) <= set(dir(package)) and 'torch' not in sys.modules\n"
+        "import dilated_attention_pytorch.cli.main; assert 'torch' not in sys.modules"
+    )
+
+
+def test_first_use_leaves_no_finder_behind() -> None:
+    assert_runs_silently(
+        f"import sys; before = list(sys.meta_path); import {PACKAGE} as package\n"
+        "package.DilatedSpec; assert [x for x in before if x not in sys.meta_path] == []\n"
+        "assert not [x for x in sys.meta_path if getattr(x, '__module__', '') == package.__name__]"
+    )
+
+
+def test_exported_programs_find_their_operators_after_torch_and_the_package() -> None:
+    assert_runs_silently(
+        "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy', UserWarning)\n"
+        f"import torch, {PACKAGE}; ops = torch.ops.{PACKAGE}\n"
+        "ops.dilated_attention, ops.block_sparse_attention_backward"
+    )
 
 
 def test_import_loads_nothing_optional_and_changes_no_setting() -> None:
@@ -162,7 +198,8 @@ def settings():
     )
 
 before, loaded = settings(), set(sys.modules)
-import {PACKAGE}
+import {PACKAGE} as package
+assert [getattr(package, name) for name in package.__all__]
 after = settings()
 assert before == after, [name for name in before if before[name] != after[name]]
 optional = (set(sys.modules) - loaded) & {{*{OPTIONAL}, "torch._dynamo"}}  # the compiler takes seconds
@@ -175,6 +212,7 @@ def test_all_is_what_the_package_offers() -> None:
     package = import_module(PACKAGE)
     exported = package.__all__
     assert len(set(exported)) == len(exported)
+    assert all(hasattr(package, name) for name in exported)  # from here on they are all there
     public = {
         name
         for name, value in vars(package).items()
@@ -182,7 +220,28 @@ def test_all_is_what_the_package_offers() -> None:
     }
     # Dunders such as __version__ may be exported as well; the order is the linter's business.
     assert {name for name in exported if not name.startswith("_")} == public
-    assert all(hasattr(package, name) for name in exported)
+    assert set(exported) <= set(dir(package))
+
+
+def test_imports_of_type_checkers_are_those_of_first_use() -> None:
+    package = import_module(PACKAGE)
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    checked = next(x for x in tree.body if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.unparse(x.test))
+    seen = {
+        str(node.module): tuple(alias.name for alias in node.names)
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == package._MODULES
+    assert sorted(name for names in seen.values() for name in names) == sorted(package.__all__)
+
+
+def test_names_that_do_not_exist_are_refused() -> None:
+    package = import_module(PACKAGE)
+    with pytest.raises(AttributeError, match=f"module '{PACKAGE}' has no attribute 'DilatedAttentoin'"):
+        _ = package.DilatedAttentoin
+    with pytest.raises(ImportError, match="cannot import name 'DilatedAttentoin'"):
+        exec(f"from {PACKAGE} import DilatedAttentoin")
 
 
 def test_version_is_the_installed_one() -> None:

@@ -1,10 +1,17 @@
-"""Attention over sequences too long for dense attention: exact dilated attention for PyTorch."""
+"""Attention over sequences too long for dense attention: exact dilated attention for PyTorch.
 
+The names below are imported when they are first used, so that `import dilated_attention_pytorch` and the
+command line's help come without the seconds that torch takes. Where torch is imported first, the operators
+that programs of `torch.export` call are registered at once; else with the first name that attends.
+"""
+
+import importlib
+import importlib.util
+import sys
+import typing
 import warnings
 
-with warnings.catch_warnings():
-    # torch warns when it is imported without NumPy, which nothing here needs.
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+if typing.TYPE_CHECKING:
     from .attention_maps import attention_rows
     from .block_factory import create_block_sparse_attention
     from .block_sparse import block_sparse_attention, build_block_pattern
@@ -115,3 +122,101 @@ __all__ = [
     "unshard_sequence",
 ]
 __version__ = "0.1.0"
+
+# Where the public names live, for the first use of each: the imports above, as data.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "attention_maps": ("attention_rows",),
+    "block_factory": ("create_block_sparse_attention",),
+    "block_sparse": ("block_sparse_attention", "build_block_pattern"),
+    "core": ("PersistentPatternCache",),
+    "decode": ("DilatedKVCache", "attend_last"),
+    "factory": ("choose_dilated_attention", "create_dilated_attention", "create_multihead_dilated_attention"),
+    "functional": ("dilated_attention",),
+    "modules": (
+        "BlockSparseAdaptiveDilatedAttention",
+        "BlockSparseDilatedAttention",
+        "BlockSparseMultiheadDilatedAttention",
+        "BlockSparseRingDilatedAttention",
+        "BlockSparseRingMultiheadDilatedAttention",
+        "DilatedAttention",
+        "DilatedTransformerDecoderLayer",
+        "DilatedTransformerEncoderLayer",
+        "ImprovedDilatedAttention",
+        "ImprovedDilatedAttentionV2",
+        "ImprovedMultiheadDilatedAttention",
+        "LongNet",
+        "LongNetConfig",
+        "LongNetDecoder",
+        "LongNetEncoder",
+        "LongNetLM",
+        "LongNetLMConfig",
+        "LongNetViT",
+        "LongNetViTConfig",
+        "MultiheadDilatedAttention",
+        "RingAttentionConfig",
+        "RingDilatedAttentionProduction",
+        "RingDilatedAttentionV2",
+        "RingDilatedAttentionV3",
+        "RingMultiheadDilatedAttention",
+        "magneto_gamma",
+    ),
+    "plan": ("BlockPattern",),
+    "ring": (
+        "RingError",
+        "RingSchedule",
+        "even_shards",
+        "plan_ring",
+        "ring_block_sparse_attention",
+        "ring_dilated_attention",
+        "ring_traffic",
+        "shard_bounds",
+        "shard_positions",
+        "shard_sequence",
+        "unshard_sequence",
+    ),
+    "sparse_spec": ("SparsePatternConfig",),
+    "spec": ("DilatedSpec",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_WITHOUT_TORCH = {"__main__", "cli", "train"}  # rooms that answer --help
+
+
+class _QuietTorch:
+    """A finder that finds nothing: before the first module that needs torch it imports torch, and is gone.
+
+    torch warns when it is imported without NumPy, which nothing here needs.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
+        package, _, rest = name.partition(".")
+        if package != __name__ or rest.partition(".")[0] in _WITHOUT_TORCH:
+            return
+        if cls in sys.meta_path:  # else another thread is at it, and the import below waits for that one
+            sys.meta_path.remove(cls)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+            import torch  # noqa: F401
+
+
+# Hidden from type checkers, for which any name would exist otherwise.
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+            globals()[name] = value  # the next use comes straight here
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+if sys.modules.get("torch") is not None:
+    importlib.import_module(".block_ops", __name__)
+    importlib.import_module(".ops", __name__)
+else:
+    sys.meta_path.insert(0, _QuietTorch)

@@ -1,0 +1,1 @@
+"""The command line: `dilated-attention <command>`, also `python -m dilated_attention_pytorch <command>`."""

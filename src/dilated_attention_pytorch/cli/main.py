@@ -1,0 +1,156 @@
+"""Finds the command that is asked for, runs it, and turns what goes wrong into a sentence and an exit code.
+
+Imports no torch: help and usage errors answer at once. A command is a module with `add_arguments(parser)` and
+`run(options) -> int`, imported when it is asked for; its docstring is the description in its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple, NoReturn
+
+from .. import __version__
+
+PROGRAM = "dilated-attention"
+PACKAGE = __package__.rpartition(".")[0]
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+TRACEBACK = "DILATED_ATTENTION_TRACEBACK"  # set in the environment, errors keep where they came from
+
+
+class Command(NamedTuple):
+    """What the list of commands says of it, and its module; `forwards`: the module parses for itself."""
+
+    help: str
+    module: str
+    forwards: bool = False
+
+
+COMMANDS = {
+    "demo": Command("check exactness here, then time dense against dilated attention", "bench.demo", True),
+    "doctor": Command(
+        "what is installed, what can run here, and a check against the definition", "cli.doctor"
+    ),
+    "show": Command("draw what attends to what, with coverage and receptive field", "cli.show"),
+    "plan": Command("propose settings for a length, with memory, FLOPs, reasons and code", "cli.plan"),
+    "bench": Command("measure time and memory on this machine", "bench.__main__", True),
+    "train": Command("train a byte-level language model on text files", "train.command"),
+    "generate": Command("continue a text with a trained model", "train.generate_command"),
+}
+# The extra that installs a package which is imported where it is used.
+EXTRAS = {"rich": "demo", "safetensors": "pretrained", "tensorboard": "train", "transformers": "transformers"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, by default that of this process, and returns its exit code.
+
+    0 done, 1 failed, 2 used wrongly (as SystemExit, where a parser finds it), 130 interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        return _without_command(given)
+    name, rest = given[0], given[1:]
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough, as in `... | head`
+        _silence_stdout()
+        return FAILED
+    except Exception as error:
+        message, code = _explain(error)
+        if message is None or os.environ.get(TRACEBACK):
+            raise
+        print(f"{PROGRAM} {name}: error: {message}", file=sys.stderr)
+        return code
+
+
+def run_program() -> NoReturn:
+    """The program: runs the command line of this process and ends it with the exit code."""
+    code = main()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+    if code == INTERRUPTED:
+        sys.stderr.flush()
+        os._exit(code)  # a thread may be deep in a kernel, and Ctrl-C asked not to wait for it
+    sys.exit(code)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    command = COMMANDS[name]
+    module = _import(command.module)
+    code: int
+    if command.forwards:
+        code = module.main(arguments)
+        return code
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    _import("core")  # brings torch, without its remark about NumPy
+    code = module.run(options)
+    return code
+
+
+def _import(module: str) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.{module}")
+
+
+def _without_command(given: Sequence[str]) -> int:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [--help] [--version] <command> ...",
+        description="Attention over sequences too long for dense attention.",
+        epilog=f"commands:\n{listed}\n\n`{PROGRAM} <command> --help` explains a command.\n"
+        "exit codes: 0 done, 1 failed, 2 used wrongly, 130 interrupted.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    options, _ = parser.parse_known_args(given)
+    if options.command is None:
+        if given:
+            parser.error(f"{given[0]} is no option, and a command is missing; see --help")
+        parser.print_help(sys.stderr)
+        return USAGE
+    if options.command in COMMANDS:
+        parser.error(f"{given[0]} is no option of {PROGRAM}; options of a command come after it")
+    close = difflib.get_close_matches(options.command, COMMANDS, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    parser.error(f"there is no command {options.command!r}.{hint} There are {', '.join(COMMANDS)}.")
+
+
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """What to tell the user, and the exit code; None for what no user can have caused: it keeps its trace."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing in EXTRAS:
+            return f'{missing} is not installed; pip install "{PROGRAM}[{EXTRAS[missing]}]" brings it', FAILED
+        return (f"{missing} is not installed" if missing == "torch" else None), FAILED
+    if isinstance(error, ValueError):  # the library's way to refuse an argument: the rule and the fact
+        return str(error), USAGE
+    if isinstance(error, OSError):
+        return str(error), FAILED
+    from ..core.host_memory import is_out_of_memory
+
+    if is_out_of_memory(error):
+        return f"out of memory: {str(error).partition(chr(10))[0]}", FAILED
+    return None, FAILED
+
+
+def _silence_stdout() -> None:
+    """Lets the interpreter flush into nowhere at exit, where it would complain about the closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,127 @@
+"""The peak memory of an attention call, predicted from its own plan, without running it.
+
+    peak = inputs + results + workspace
+    inputs    = q, k, v; with gradients also out's
+    results   = out, lse; with gradients also dq, dk, dv
+    workspace = the largest packed tile, what the kernel returns for it, and the float32 sums of a panel
+
+Before the memory of the process itself (Python and torch), and of attention alone: projections, feed-forward
+and weights of a model come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..kernels import Request, choose_kernel
+from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Shape, plan_dilated
+from ..plan.shape import Pass
+from ..spec import DilatedSpec
+
+CPU = torch.device("cpu")
+
+
+class Memory(NamedTuple):
+    """Bytes that a call holds at its peak; `saved` is what earlier layers keep for their backward."""
+
+    inputs: int
+    results: int
+    workspace: int
+    communication: int = 0
+    saved: int = 0
+
+    @property
+    def peak(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is to be attended: sizes, numbers and passes."""
+
+    shape: Shape
+    dtype: torch.dtype
+    spec: DilatedSpec
+    train: bool = False
+    layers: int = 1
+    device: torch.device = CPU
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of sums and lse."""
+        return max(4, self.dtype.itemsize)
+
+    @property
+    def query_bytes(self) -> int:
+        b, n, h, _, d = self.shape
+        return b * n * h * d * self.dtype.itemsize
+
+    @property
+    def key_bytes(self) -> int:
+        b, n, _, h_kv, d = self.shape
+        return b * n * h_kv * d * self.dtype.itemsize
+
+    @property
+    def lse_bytes(self) -> int:
+        b, n, h, _, _ = self.shape
+        return b * n * h * self.wide
+
+    @property
+    def layer_bytes(self) -> int:
+        """What a layer keeps for its backward: q, k, v, out and lse."""
+        return 2 * self.query_bytes + 2 * self.key_bytes + self.lse_bytes
+
+
+def predict_memory(call: Call) -> Memory:
+    """The peak of a forward pass or, to train, of a backward pass of the last layer, in one process."""
+    inputs, out = call.query_bytes + 2 * call.key_bytes, call.query_bytes + call.lse_bytes
+    forward = workspace_peak(call, "forward")
+    if not call.train:
+        return Memory(inputs, out, forward)
+    gradients, backward = call.query_bytes + 2 * call.key_bytes, workspace_peak(call, "backward")
+    # While the first pass runs there are no gradients yet; its workspace is free when they come.
+    results = out + max(gradients + backward, forward) - backward
+    saved = (call.layers - 1) * call.layer_bytes
+    return Memory(inputs + call.query_bytes, results, backward, saved=saved)
+
+
+def workspace_peak(call: Call, direction: Pass) -> int:
+    """Scratch of the engine: packed copies and the kernel's results of its largest tiles, sums of a panel."""
+    plan = plan_dilated(
+        call.spec,
+        call.shape,
+        itemsize=call.dtype.itemsize,
+        direction=direction,
+        workspace_bytes=call.workspace_bytes,
+    )
+    tiles, d = plan.tiles, call.shape.d
+    if not tiles:
+        return 0
+    size = call.wide if _widens(call) else call.dtype.itemsize
+    queries = max(math.prod(tile.q_shape(d)) for tile in tiles) * size
+    keys = max(math.prod(tile.k_shape(d)) for tile in tiles) * size
+    sums = _sum_bytes(call, plan, direction)
+    if direction == "forward":
+        return 2 * queries + 2 * keys + sums  # q, k, v; out
+    returned = max(math.prod(tile.q_shape(d)) + 2 * math.prod(tile.k_shape(d)) for tile in tiles) * size
+    return 3 * queries + 2 * keys + returned + sums  # q, out, gradient of out, k, v; dq, dk, dv
+
+
+def _sum_bytes(call: Call, plan: Plan, direction: Pass) -> int:
+    """Float32 sums beside half-precision results: out, or dq, dk and dv, of the largest panel."""
+    if call.dtype.itemsize >= 4:
+        return 0
+    row = call.shape.d * call.wide
+    queries = max(panel.batch * panel.time * panel.heads for panel in plan.panels)
+    keys = max(panel.batch * panel.time * panel.kv_heads for panel in plan.panels)
+    return row * (queries if direction == "forward" else queries + 2 * keys)
+
+
+def _widens(call: Call) -> bool:
+    """Whether tiles are packed as float32; on a GPU, which may not be here to be asked, they are not."""
+    return call.device.type == "cpu" and choose_kernel(Request(call.device, call.dtype)).widens

@@ -1,0 +1,208 @@
+"""What `plan` proposes: branches, kind and settings for a length, with what they cost and why. Plain data."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..core.host_memory import device_memory
+from ..factory import LITTLE_MEMORY, choose_dilated_attention
+from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
+from ..plan.shape import Pass
+from ..ring import RingSchedule, plan_ring
+from ..spec import DilatedSpec
+from .plan_memory import Call, Memory, predict_memory
+from .text import show_bytes
+
+MAX_RANKS = 1024
+MACHINE_DEPENDENT = ("workspace_bytes", "lightweight_pool")  # what the factory takes from free memory
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A kind of module, its options, what a call of it costs, and the reasons."""
+
+    call: Call
+    kind: str
+    options: Mapping[str, Any]
+    memory: Memory
+    budget: int | None
+    schedule: RingSchedule | None
+    pairs: int
+    reasons: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.schedule is None else self.schedule.num_ranks
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.budget is None else self.memory.peak <= self.budget
+
+    @property
+    def dense_pairs(self) -> int:
+        b, n, h, _, _ = self.call.shape
+        return b * h * (n * (n + 1) // 2 if self.call.spec.is_causal else n * n)
+
+    def flops(self, direction: Pass = "forward") -> int:
+        """Of all layers and ranks: 2 products of matrices forward, 5 backward."""
+        return 2 * (2 if direction == "forward" else 5) * self.call.shape.d * self.pairs * self.call.layers
+
+    def received_bytes(self, direction: Pass = "forward") -> int:
+        """Of all layers, by the rank that receives most."""
+        if self.schedule is None:
+            return 0
+        most = max(self.schedule.received_bytes(rank, direction) for rank in self._ranks_to_ask)
+        return most * self.call.layers
+
+    @property
+    def _ranks_to_ask(self) -> list[int]:
+        """The middle and both ends: bytes sent back are counted peer by peer, which takes long for many."""
+        return sorted(
+            {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
+        )
+
+
+def geometric_branches(n: int, first: int, ratio: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """LongNet's rule (arXiv 2307.02486, section 3.1): lengths and rates grow by one ratio until one spans n.
+
+    A branch scores n w / r**2 pairs, so each costs a `ratio`-th of the one before, and all of them less than
+    ratio / (ratio - 1) times the first: the cost grows with n.
+    """
+    segment_lengths, dilation_rates = [first], [1]
+    while segment_lengths[-1] < n:
+        segment_lengths.append(segment_lengths[-1] * ratio)
+        dilation_rates.append(dilation_rates[-1] * ratio)
+    return tuple(segment_lengths), tuple(dilation_rates)
+
+
+def make_proposal(options: Namespace) -> Proposal:
+    """From the options of the command; a ValueError states what does not fit."""
+    if options.heads % (options.kv_heads or options.heads):
+        raise ValueError(f"--kv-heads must divide --heads, got {options.kv_heads} and {options.heads}")
+    if options.ratio < 2:
+        raise ValueError(
+            f"--ratio must be at least 2, or the segments never span the sequence, got {options.ratio}"
+        )
+    branches = geometric_branches(options.length, options.first_segment, options.ratio)
+    device = torch.device(options.device)
+    call = Call(
+        Shape(
+            options.batch, options.length, options.heads, options.kv_heads or options.heads, options.head_dim
+        ),
+        getattr(torch, options.dtype),
+        DilatedSpec(*branches, options.causal),
+        options.train,
+        options.layers,
+        device,
+    )
+    free = device_memory(device)
+    budget = options.memory or (None if free is None else free.available)
+    return _settle(call, options.ranks, budget, options.memory is not None)
+
+
+def _settle(call: Call, ranks: int, budget: int | None, is_given: bool) -> Proposal:
+    """Kind and settings for a call, whose costs then follow from the call's own plan or schedule."""
+    spec, shape = call.spec, call.shape
+    kind = "ring" if ranks > 1 else "auto"
+    extra: dict[str, Any] = {} if call.device.type == "cpu" else {"device": str(call.device)}
+    branches = (spec.segment_lengths, spec.dilation_rates)
+    choice = choose_dilated_attention(kind, *branches, seq_len=shape.n, **extra)
+    chosen = {
+        name: value
+        for name, value in choice.options.items()
+        if name not in ("segment_lengths", "dilation_rates")
+    }
+    reasons = [*_branch_reasons(call), *choice.reasons]
+    if is_given:  # the budget decides, not the memory that happens to be free here
+        chosen = {name: value for name, value in chosen.items() if name not in MACHINE_DEPENDENT}
+        reasons = [reason for reason in reasons if not reason.startswith(MACHINE_DEPENDENT)]
+        if budget is not None and budget < LITTLE_MEMORY:
+            chosen["workspace_bytes"] = max(2**20, budget // 256)
+            reasons.append(f"workspace_bytes: {show_bytes(budget)} are less than {show_bytes(LITTLE_MEMORY)}")
+    reasons.append("use_pattern_cache: on by default; calls of the same shape share one plan")
+    call = replace(call, workspace_bytes=chosen.get("workspace_bytes", DEFAULT_WORKSPACE_BYTES))
+    schedule = _schedule(call, ranks)
+    pairs = sum(schedule.num_pairs(rank) for rank in range(ranks))
+    if ranks > 1:
+        reasons.append(
+            f"kind: {ranks} ranks share the sequence; strategy {schedule.strategy} is the cheaper one"
+        )
+    memory = _rank_memory(call, schedule) if ranks > 1 else predict_memory(call)
+    used = schedule if ranks > 1 else None
+    return Proposal(call, choice.kind, chosen, memory, budget, used, pairs, tuple(reasons))
+
+
+def _branch_reasons(call: Call) -> list[str]:
+    spec, shape = call.spec, call.shape
+    first, last, rate = spec.segment_lengths[0], spec.segment_lengths[-1], spec.dilation_rates[-1]
+    if len(spec.branches) == 1:
+        return [f"segments: {shape.n} positions fit one segment of {first}, so this is dense attention"]
+    ratio = spec.dilation_rates[1]
+    found = [
+        f"segments: LongNet's rule, lengths and rates times {ratio} from {first} until {last} spans "
+        f"{shape.n} positions; so the cost grows with the length, not with its square"
+    ]
+    if rate > shape.h:
+        found.append(
+            f"rates: {rate} exceeds the {shape.h} heads, so that the longest branch serves {shape.h} of "
+            f"every {rate} positions; `dilated-attention show --layers` draws what layers reach together"
+        )
+    return found
+
+
+def _schedule(call: Call, ranks: int) -> RingSchedule:
+    """What the ring would do, by the strategy that it would choose; also counts the pairs of one rank."""
+    spec, shape = call.spec, call.shape
+    schedule = plan_ring(
+        spec.segment_lengths,
+        spec.dilation_rates,
+        shape.n,
+        num_heads=shape.h,
+        num_kv_heads=shape.h_kv,
+        head_dim=shape.d,
+        num_ranks=ranks,
+        batch_size=shape.b,
+        dtype=call.dtype,
+        is_causal=spec.is_causal,
+        workspace_bytes=call.workspace_bytes,
+    )
+    other = replace(schedule, strategy="ulysses")
+    return other if ranks > 1 and other.cost < schedule.cost else schedule
+
+
+def _rank_memory(call: Call, schedule: RingSchedule) -> Memory:
+    """Of the rank that holds most: the first has the longest shard."""
+    held = schedule.memory(0, "backward" if call.train else "forward")
+    saved = (call.layers - 1) * -(-call.layer_bytes // schedule.num_ranks) if call.train else 0
+    return Memory(held.inputs, held.outputs, held.workspace, held.communication, saved)
+
+
+def longest_length(options: Namespace, budget: int) -> int:
+    """The longest sequence whose peak stays within a budget, by the same rule, to about half a percent."""
+
+    def peak(n: int) -> int:
+        return make_proposal(Namespace(**{**vars(options), "length": n, "memory": budget})).memory.peak
+
+    low, high = 0, options.first_segment
+    while peak(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > max(1, high // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak(middle) <= budget else (low, middle)
+    return low
+
+
+def fewest_ranks(options: Namespace, budget: int) -> int | None:
+    """The smallest power of two of ranks that fit a budget each."""
+    ranks: int = 2 * options.ranks
+    while ranks <= min(MAX_RANKS, options.length):
+        tried = make_proposal(Namespace(**{**vars(options), "ranks": ranks, "memory": budget}))
+        if tried.fits:
+            return ranks
+        ranks *= 2
+    return None

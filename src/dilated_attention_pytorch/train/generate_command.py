@@ -1,0 +1,126 @@
+"""Continues a text with a model that `dilated-attention train` made.
+
+    dilated-attention generate run --prompt "def main(" --tokens 300
+    dilated-attention generate run --prompt-file start.txt --sample --temperature 0.8 --top-p 0.95 --seed 1
+
+MODEL is the folder of a run, one of its checkpoints, or a folder that `LongNetLM.save_pretrained` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..modules import LongNetLM
+
+DONE, FAILED = 0, 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `generate`."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or a model")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="to go on from (default: a new line)")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="whose bytes to go on from")
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="bytes to write (default: %(default)s)"
+    )
+    parser.add_argument("--sample", action="store_true", help="draw bytes at random instead of the likeliest")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: 1)")
+    parser.add_argument("--top-k", type=int, metavar="N", help="of --sample: only the likeliest bytes")
+    parser.add_argument(
+        "--top-p", type=float, metavar="X", help="of --sample: only the likeliest, of this probability"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of --sample (default: 0)")
+    parser.add_argument(
+        "--stop", metavar="CHARACTER", help="end after this byte, such as a new line; \\n is understood"
+    )
+    parser.add_argument("--json", action="store_true", help="write text and figures as JSON to stdout")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the prompt and what follows; 1 if there is no model that can be read."""
+    how, prompt = _sampling(options), _prompt(options)
+    from .checkpoint import CheckpointError
+
+    try:
+        model = _load(options.model)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    if model.config.vocab_size != 256:
+        raise ValueError(f"the tokens of the model must be 256 bytes, got {model.config.vocab_size}")
+    begin = time.perf_counter()
+    written = _write(model, prompt, options, how)
+    seconds = time.perf_counter() - begin
+    if options.json:
+        text = written.decode("utf-8", "replace")
+        shown = {"prompt": prompt.decode("utf-8", "replace"), "text": text, "tokens": len(written)}
+        print(json.dumps({**shown, "bytes": list(written), "seconds": seconds}))
+    return DONE
+
+
+def _load(folder: Path) -> LongNetLM:
+    from ..modules import LongNetLM
+    from ..modules.pretrained import WEIGHTS_FILE
+    from .checkpoint import find_checkpoint
+    from .state import model_of
+
+    if not folder.is_dir():
+        raise ValueError(f"MODEL must be the folder of a run, a checkpoint or a model, got {folder}")
+    if (folder / WEIGHTS_FILE).is_file():
+        return LongNetLM.from_pretrained(folder)
+    checkpoint, problems = find_checkpoint(folder)
+    for problem in problems:
+        print(f"warning: {problem}; an older checkpoint is used", file=sys.stderr)
+    return model_of(checkpoint)
+
+
+def _prompt(options: argparse.Namespace) -> bytes:
+    text = options.prompt_file.read_bytes() if options.prompt_file else (options.prompt or "\n").encode()
+    if not text:
+        raise ValueError(f"a prompt must have a byte at least, got the empty {options.prompt_file}")
+    return bytes(text)
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if given and not options.sample:
+        raise ValueError(f"{', '.join(given)} need --sample, which is not given")
+    if options.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
+    if options.stop is not None and len(_stop_byte(options.stop)) != 1:
+        raise ValueError(f"--stop must be one byte, got {options.stop!r}")
+    return {"do_sample": True, "seed": 0, **given} if options.sample else {}
+
+
+def _stop_byte(text: str) -> bytes:
+    return {"\\n": b"\n", "\\t": b"\t", "\\0": b"\0"}.get(text, text.encode())
+
+
+def _write(model: LongNetLM, prompt: bytes, options: argparse.Namespace, how: dict[str, Any]) -> bytes:
+    """The new bytes; without --json they are shown as they come."""
+    import torch
+
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several bytes
+
+    def show(text: str) -> None:
+        if not options.json:
+            print(text, end="", flush=True)
+
+    stop = () if options.stop is None else tuple(_stop_byte(options.stop))
+    show(decoder.decode(prompt))
+    written = bytearray()
+    tokens = torch.tensor([list(prompt)])
+    for token in model.stream(tokens, options.tokens, stop_tokens=stop, **how):
+        written += bytes(token.tolist())
+        show(decoder.decode(bytes(token.tolist())))
+    show(decoder.decode(b"", final=True) + "\n")
+    return bytes(written)

@@ -1,0 +1,293 @@
+"""`plan`: its rule, its predictions against what a process really takes, the code that it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import plan_ring
+from dilated_attention_pytorch.bench.cases import MemoryCase
+from dilated_attention_pytorch.bench.child import measure_in_child
+from dilated_attention_pytorch.bench.config import Config
+from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.cli.plan_memory import Call, predict_memory
+from dilated_attention_pytorch.cli.plan_proposal import geometric_branches
+from dilated_attention_pytorch.plan import Shape
+from dilated_attention_pytorch.reference import multiplicity
+from dilated_attention_pytorch.spec import DilatedSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+# Prints the bytes that a process takes beyond the inputs of a call, as the bench measures them. Each case has
+# a fork of its own, in which no freed memory of others hides: only that of a warm-up of 64 positions.
+MEASURE = """
+import json, os, sys, torch
+from dilated_attention_pytorch import functional
+from dilated_attention_pytorch.bench.measure import read_status, reset_peak_memory
+
+def make(case, n):
+    heads = (case["h"], case["h_kv"], case["h_kv"], case["h"])[: 4 if case["train"] else 3]
+    return [torch.randn(1, n, h, case["d"], dtype=getattr(torch, case["dtype"])) for h in heads]
+
+def run(case, tensors):
+    leaves = [x.requires_grad_(case["train"]) for x in tensors[:3]]
+    options = {"is_causal": case["causal"], "memory": case["memory"], "return_lse": True}
+    out, lse = functional.dilated_attention(*leaves, *case["branches"], **options)
+    return (out, lse, *torch.autograd.grad(out, leaves, tensors[3])) if case["train"] else (out, lse)
+
+def measure(case):
+    run(case, make(case, 64))
+    tensors = make(case, case["n"])
+    before = reset_peak_memory()
+    results = run(case, tensors)
+    print(read_status("VmHWM") - before, flush=True)
+
+torch.set_num_threads(1)
+for case in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        measure(case)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+NEAR, LADDER = ((256,), (1,)), ((256, 2048, 16384), (1, 8, 64))
+MEASURED = [
+    {"dtype": "float32", "branches": NEAR},
+    {"dtype": "float32", "branches": LADDER, "causal": True},
+    {"dtype": "float32", "branches": NEAR, "train": True, "causal": True},
+    {"dtype": "bfloat16", "branches": NEAR, "n": 32768},
+    {"dtype": "float16", "branches": LADDER, "train": True},
+    {"dtype": "float32", "branches": NEAR, "h_kv": 2, "train": True},
+    {"dtype": "float32", "branches": LADDER, "memory": "pool"},
+]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[tuple[dict[str, Any], int]]:
+    """The cases with all their values, and the bytes that each took."""
+    defaults = {"n": 16384, "h": 8, "h_kv": 8, "d": 64, "causal": False, "train": False, "memory": "fresh"}
+    cases = [{**defaults, **given} for given in MEASURED]
+    command = [sys.executable, "-W", "error", "-W", "ignore::UserWarning", "-c", MEASURE, json.dumps(cases)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT
+    )
+    assert result.returncode == 0, result.stderr
+    return list(zip(cases, map(int, result.stdout.split()), strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.parametrize("number", range(len(MEASURED)))
+def test_memory_is_what_a_process_takes(number: int, measured: list[tuple[dict[str, Any], int]]) -> None:
+    case, extra = measured[number]
+    shape = Shape(1, case["n"], case["h"], case["h_kv"], case["d"])
+    spec = DilatedSpec(*case["branches"], case["causal"])
+    predicted = predict_memory(Call(shape, getattr(torch, case["dtype"]), spec, case["train"]))
+    assert predicted.peak == pytest.approx(predicted.inputs + extra, rel=0.1), case
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_memory_is_what_the_bench_measures() -> None:
+    config = Config(8, 64, *NEAR, is_causal=True)
+    measured = measure_in_child(MemoryCase("plan", config, 16384), 1)
+    assert measured.why_not is None
+    predicted = predict_memory(Call(Shape(1, 16384, 8, 8, 64), torch.float32, config.spec))
+    assert predicted.results == measured.nbytes["results"]
+    assert predicted.peak == pytest.approx(predicted.inputs + measured.nbytes["peak_extra"], rel=0.1)
+
+
+def test_branches_follow_the_geometric_rule() -> None:
+    assert geometric_branches(1000, 2048, 4) == ((2048,), (1,))
+    assert geometric_branches(2049, 2048, 4) == ((2048, 8192), (1, 4))
+    assert geometric_branches(70000, 2048, 8) == ((2048, 16384, 131072), (1, 8, 64))
+
+
+def test_flops_and_share_of_dense_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--length",
+        "300",
+        "--first-segment",
+        "64",
+        "--ratio",
+        "2",
+        "--heads",
+        "4",
+        "--head-dim",
+        "16",
+    ]
+    found = plan(capsys, *arguments, "--causal", "--train", "--layers", "3", "--batch", "2")
+    branches = (found["segment_lengths"], found["dilation_rates"])
+    assert branches == ([64, 128, 256, 512], [1, 2, 4, 8])
+    pairs = int(multiplicity(300, 4, *branches, is_causal=True).sum())
+    assert found["flops"] == {"forward": 3 * 2 * 4 * 16 * pairs, "backward": 3 * 2 * 10 * 16 * pairs}
+    assert found["share_of_dense_flops"] == pytest.approx(pairs / (4 * 300 * 301 / 2))
+
+
+def test_cost_grows_with_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = (plan(capsys, "--length", length, "--causal") for length in ("256k", "1M"))
+    assert 3.9 < large["flops"]["forward"] / small["flops"]["forward"] < 4.3
+    assert large["memory"]["peak"] < 4.1 * small["memory"]["peak"]
+
+
+def test_layers_keep_what_their_backward_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    one, three = (plan(capsys, "--length", "8k", "--train", "--layers", layers) for layers in ("1", "3"))
+    layer = 4 * 8192 * 8 * 64 * 4 + 8192 * 8 * 4  # q, k, v, out and lse
+    assert three["memory"]["peak"] - one["memory"]["peak"] == 2 * layer == three["memory"]["saved"]
+    forward = plan(capsys, "--length", "8k", "--layers", "3")
+    assert forward["memory"]["saved"] == 0
+
+
+def test_budget_decides_and_names_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = plan(capsys, "--length", "1M", "--memory", "3GiB", "--dtype", "bfloat16")
+    assert tight["memory_budget"] == 3 * 2**30
+    assert not tight["fits"]
+    assert tight["ranks_that_fit"] == 2
+    longest = tight["longest_length"]
+    arguments = ["--memory", "3GiB", "--dtype", "bfloat16"]
+    assert plan(capsys, "--length", str(longest), *arguments)["fits"]
+    assert not plan(capsys, "--length", str(int(1.01 * longest)), *arguments)["fits"]
+
+
+def test_little_memory_makes_small_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--length", "8k", "--memory", "512MiB")
+    assert found["options"]["workspace_bytes"] == 2 * 2**20
+    assert found["memory"]["workspace"] <= 2 * 2**20
+
+
+def test_ranks_share_by_the_ring_s_own_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--length", "64k", "--ranks", "4", "--train", "--dtype", "bfloat16", "--causal")
+    assert found["kind"] == "ring"
+    schedule = plan_ring(
+        found["segment_lengths"],
+        found["dilation_rates"],
+        65536,
+        num_heads=8,
+        head_dim=64,
+        num_ranks=4,
+        dtype=torch.bfloat16,
+        is_causal=True,
+        strategy=found["strategy"],
+    )
+    assert found["received_bytes"]["backward"] == max(
+        schedule.received_bytes(r, "backward") for r in range(4)
+    )
+    assert found["memory"]["peak"] == schedule.memory_bytes(0, "backward")
+    assert found["flops"]["forward"] == sum(schedule.flops(rank) for rank in range(4))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--length", "300", "--causal"],
+        ["--length", "5000", "--heads", "4", "--kv-heads", "2", "--dtype", "bfloat16", "--train"],
+        ["--length", "700", "--first-segment", "64", "--memory", "256MiB", "--batch", "2"],
+    ],
+)
+def test_code_runs_as_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, *arguments)
+    namespace: dict[str, Any] = {}
+    exec(found["code"], namespace)
+    shape = (found["batch"], found["length"], found["heads"], found["head_dim"])
+    assert namespace["out"].shape == shape
+    assert namespace["out"].isfinite().all()
+    module = namespace["attention"]
+    assert module.spec.segment_lengths == tuple(found["segment_lengths"])
+    assert module.enable_memory_pool == found["options"].get("enable_memory_pool", False)
+    assert (namespace["q"].grad is not None) == found["train"]
+
+
+def test_code_of_a_ring_runs_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = plan(capsys, "--length", "601", "--first-segment", "64", "--ranks", "2", "--train", "--causal")[
+        "code"
+    ]
+    assert code.startswith("# torchrun --nproc-per-node 2 this_file.py\n")
+    file = tmp_path / "this_file.py"
+    file.write_text(
+        code + "import os; open(os.environ['RANK'], 'w').write(str([*out.shape, *q.grad.shape]))\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(file),
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    for rank, n in enumerate((301, 300)):
+        assert json.loads((tmp_path / str(rank)).read_text()) == [1, n, 8, 64] * 2
+
+
+def test_text_holds_the_figures_the_reasons_and_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--length", "1M", "--dtype", "bfloat16", "--memory", "8GiB", "--causal"]
+    found = plan(capsys, *arguments)
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "segment lengths   2048, 8192, 32768, 131072, 524288, 2097152" in text
+    assert f"peak memory       {found['memory']['peak'] / 2**30:.1f} GiB: inputs 3.0 GiB" in text
+    assert "fits 8.0 GiB" in text
+    assert all(f"- {reason}" in text for reason in found["reasons"])
+    assert found["code"] in text
+    assert "\x1b" not in text
+
+
+def test_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--length", "128k", "--device", "cuda:1", "--dtype", "float16", "--memory", "16GB")
+    assert 'device="cuda:1"' in found["code"]
+    compile(found["code"], "code", "exec")
+    on_cpu = plan(capsys, "--length", "128k", "--dtype", "float16", "--memory", "16GB")
+    assert found["memory"]["workspace"] < on_cpu["memory"]["workspace"]  # no tiles in float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--length", "1k", "--heads", "8", "--kv-heads", "3"],
+            "--kv-heads must divide --heads, got 3 and 8",
+        ),
+        (["--length", "1k", "--ratio", "1"], "--ratio must be at least 2"),
+        (["--length", "1k", "--device", "gpu"], "--device must name a device of torch, got 'gpu'"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --length"),
+        (["--length", "0"], "a positive whole number is needed, as 4096, 4k or 1M, got '0'"),
+        (
+            ["--length", "1k", "--memory", "8 apples"],
+            "a size is needed, as 8GiB, 512MiB or 16GB, got '8 apples'",
+        ),
+    ],
+)
+def test_the_parser_explains_values(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

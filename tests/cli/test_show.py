@@ -1,0 +1,232 @@
+"""`show`: its numbers against the definition, its pictures read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
+from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.cli.show import PATTERNS
+from dilated_attention_pytorch.cli.show_numbers import receptive_fields, shrink
+from dilated_attention_pytorch.reference import multiplicity
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["show", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def numbers(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(show(capsys, *arguments, "--json"))
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("mixing", "offsets"), [("all", "interleaved"), ("all", "blocked"), ("grouped", "interleaved")]
+)
+def test_numbers_are_those_of_the_definition(
+    mixing: Any, offsets: Any, causal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n, heads, segments, rates = 53, 5, (7, 20, 64), (1, 3, 4)
+    flags = ["--causal"] if causal else []
+    found = numbers(
+        capsys,
+        *("--length", "53", "--heads", "5", "--segments", "7,20,64", "--rates", "1,3,4"),
+        *("--mixing", mixing, "--offsets", offsets, *flags),
+    )
+    options: dict[str, Any] = {"is_causal": causal, "head_mixing": mixing, "head_offsets": offsets}
+    counts = multiplicity(n, heads, segments, rates, **options)
+    allowed = torch.arange(1, n + 1) if causal else torch.full((n,), n)
+    assert found["scored_pairs"] == int(counts.sum())
+    assert found["multiplicity"] == {
+        str(times): int((counts == times).sum()) for times in (1, 2, 3) if (counts == times).any()
+    }
+    share = (counts > 0).any(0).sum(-1) / allowed.double()
+    assert found["coverage"]["mean"] == pytest.approx(share.mean().item())
+    assert found["coverage"]["last_position"] == pytest.approx(share[-1].item())
+    assert found["positions_without_keys"] == ((counts > 0).sum(-1) == 0).sum(-1).tolist()
+    for head, of_head in enumerate(found["offsets"]):
+        for branch, offset in enumerate(of_head):
+            w, r = segments[branch], rates[branch]
+            alone: dict[str, Any] = {"head_mixing": "all", "head_offsets": offsets}
+            selects = [t for t in range(n) if offset is not None and t % w % r == offset]
+            if mixing == "all":
+                diagonal = multiplicity(n, heads, (w,), (r,), **alone)[head].diagonal()
+                assert selects == diagonal.nonzero().flatten().tolist()
+            elif offset is not None:
+                assert all(counts[head, t, t] for t in selects)
+
+
+def test_layers_reach_what_paths_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers(capsys, "--length", "40", "--segments", "8,40", "--rates", "1,5", "--layers", "3")
+    edges = (multiplicity(40, 4, (8, 40), (1, 5)) > 0).any(0)
+    reached = [{key for key in range(40) if edges[query, key]} | {query} for query in range(40)]
+    first = [set(each) for each in reached]
+    for layer in found["layers"]:
+        assert layer["mean"] == pytest.approx(sum(map(len, reached)) / 1600)
+        assert layer["least"] == pytest.approx(min(map(len, reached)) / 40)
+        reached = [set().union(*(first[key] for key in each)) for each in reached]
+    assert len(found["layers"]) == 3
+
+
+def test_the_future_stays_unreached() -> None:
+    edges = (multiplicity(30, 2, (6, 30), (1, 4), is_causal=True) > 0).any(0)
+    assert not any(field.triu(1).any() for field in receptive_fields(edges, 4))
+
+
+def test_text_counts_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(
+        capsys,
+        "--length",
+        "12",
+        "--segments",
+        "4,12",
+        "--rates",
+        "1,3",
+        "--heads",
+        "3",
+        "--head",
+        "1",
+        "--causal",
+    )
+    assert "head 1: query down, key across; the number is how often a pair meets" in text
+    lines = [line.split() for line in text.splitlines() if line.strip() and set(line.split()) <= {*"·123"}]
+    counts = multiplicity(12, 3, (4, 12), (1, 3), is_causal=True)[1]
+    expected = [[str(c) if c else "·" for c in row[: y + 1]] for y, row in enumerate(counts.tolist())]
+    assert lines == expected
+    assert "branch 12 / 3     offset of each head: 0 1 2" in text
+    assert "\x1b" not in text
+
+
+def test_long_sequences_are_shaded(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, "--length", "256", "--segments", "32,256", "--rates", "1,8", "--layers", "2")
+    assert "each cell stands for 8 x 8 positions" in text
+    assert "reached after 2 layers" in text
+    assert "█" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "adaptive"])
+def test_block_patterns_are_the_library_s(name: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--length", "90", "--block-size", "8", "--density", "0.3", "--causal", "--pattern", name]
+    found = numbers(capsys, *arguments, "--segments", "16,90", "--rates", "1,2", "--heads", "2")
+    pattern = build_block_pattern(
+        SparsePatternConfig(name, 0.3, 8),
+        90,
+        2,
+        is_causal=True,
+        segment_lengths=(16, 90),
+        dilation_rates=(1, 2),
+    )
+    assert found["density"] == pytest.approx(pattern.density)
+    pairs = pattern.to_dense().tril().sum().item() * (2 if len(pattern) == 1 else 1)
+    assert found["scored_pairs"] == pairs
+    assert found["multiplicity"] == {"1": pairs}
+
+
+def read_png(path: Path) -> torch.Tensor:
+    """(height, width, 3) of a PNG of plain lines."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    place, width, height, packed = 8, 0, 0, b""
+    while place < len(data):
+        (size,), kind = struct.unpack(">I", data[place : place + 4]), data[place + 4 : place + 8]
+        body = data[place + 8 : place + 8 + size]
+        assert struct.unpack(">I", data[place + 8 + size : place + 12 + size])[0] == zlib.crc32(kind + body)
+        if kind == b"IHDR":
+            width, height = struct.unpack(">II", body[:8])
+        packed += body if kind == b"IDAT" else b""
+        place += 12 + size
+    lines = torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=torch.uint8).view(
+        height, 1 + 3 * width
+    )
+    return lines[:, 1:].view(height, width, 3)
+
+
+def test_png_shows_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pairs.png"
+    text = show(
+        capsys,
+        *("--length", "24", "--segments", "6,24", "--rates", "1,4"),
+        "--out",
+        str(file),
+        "--pixels",
+        "24",
+    )
+    assert f"5 panels written to {file}" in text  # all heads, and four heads with offsets 0 to 3
+    image = read_png(file)
+    counts = multiplicity(24, 4, (6, 24), (1, 4))
+    side = 24 + 2 * (8 + 1)
+    for panel, of_panel in enumerate([counts.sum(0), *counts]):
+        top, left = panel // 4 * side + 9, panel % 4 * side + 9
+        cells = image[top : top + 24, left : left + 24].sum(-1, dtype=torch.int64)
+        assert torch.equal(cells < 3 * 255, of_panel > 0)
+        darkest = cells == cells.min()
+        assert torch.equal(darkest, of_panel == of_panel.max())
+
+
+def test_svg_names_and_draws_the_panels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pairs.svg"
+    arguments = ["--length", "24", "--segments", "6,24", "--rates", "1,4", "--heads", "2", "--layers", "2"]
+    show(capsys, *arguments, "--out", str(file))
+    root = ElementTree.parse(file).getroot()
+    names = [text.text for text in root.iter(f"{SVG}text")]
+    assert names[1:] == ["all heads", "head 0", "head 1", "after 2 layers"]
+    counts = multiplicity(24, 2, (6, 24), (1, 4))
+    step = (counts > 0).any(0)
+    for group, expected in zip(
+        root.iter(f"{SVG}g"), [step, *(counts > 0), step.long() @ step.long() > 0], strict=True
+    ):
+        drawn = torch.zeros(24, 24, dtype=torch.bool)
+        for x in group:
+            start, row, width = (int(x.attrib[name]) for name in ("x", "y", "width"))
+            drawn[row, start : start + width] = True
+        assert torch.equal(drawn, expected)
+
+
+def test_shrunk_maps_keep_their_mean() -> None:
+    counts = multiplicity(50, 1, (10, 50), (1, 2))[0]
+    cells = shrink(counts, 7)
+    assert cells.shape == (7, 7)
+    sizes = (torch.arange(8) * 50 // 7).diff().double()
+    assert (cells * sizes[:, None] * sizes).sum().item() == pytest.approx(counts.sum().item())
+    assert torch.equal(shrink(counts, 64), counts.double())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--segments", "8", "--rates", "1,2"],
+            "segment_lengths and dilation_rates must have the same length",
+        ),
+        (["--length", "100000"], "--length must be at most"),
+        (["--out", "picture.gif"], "--out must end in .png or .svg, got picture.gif"),
+        (["--head", "4"], "--head must lie in 0 to 3, got 4"),
+        (["--pattern", "adaptive"], "an adaptive pattern depends on queries and keys"),
+        (["--pattern", "random", "--density", "0"], "sparsity_ratio is the fraction kept"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "--out", str(tmp_path / "missing" / "x.png")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
