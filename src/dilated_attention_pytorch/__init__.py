@@ -8,6 +8,7 @@ that programs of `torch.export` call are registered at once; else with the first
 import importlib
 import importlib.util
 import sys
+import types
 import typing
 import warnings
 
@@ -178,25 +179,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "spec": ("DilatedSpec",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_WITHOUT_TORCH = {"__main__", "cli", "train"}  # rooms that answer --help
-
-
-class _QuietTorch:
-    """A finder that finds nothing: before the first module that needs torch it imports torch, and is gone.
-
-    torch warns when it is imported without NumPy, which nothing here needs.
-    """
-
-    @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
-        package, _, rest = name.partition(".")
-        if package != __name__ or rest.partition(".")[0] in _WITHOUT_TORCH:
-            return
-        if cls in sys.meta_path:  # else another thread is at it, and the import below waits for that one
-            sys.meta_path.remove(cls)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-            import torch  # noqa: F401
 
 
 # Hidden from type checkers, for which any name would exist otherwise.
@@ -204,12 +186,18 @@ if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+            value = getattr(_import(_HOMES[name]), name)
             globals()[name] = value  # the next use comes straight here
             return value
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            return importlib.import_module(f".{name}", __name__)
+            return _import(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def _import(module: str) -> types.ModuleType:
+        with warnings.catch_warnings():
+            # torch warns when it is imported without NumPy, which nothing here needs.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+            return importlib.import_module(f".{module}", __name__)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
@@ -218,5 +206,3 @@ if not typing.TYPE_CHECKING:
 if sys.modules.get("torch") is not None:
     importlib.import_module(".block_ops", __name__)
     importlib.import_module(".ops", __name__)
-else:
-    sys.meta_path.insert(0, _QuietTorch)

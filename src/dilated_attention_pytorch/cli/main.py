@@ -85,6 +85,8 @@ def run_program() -> NoReturn:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS[name]
+    if command.forwards:
+        _bring_torch()
     module = _import(command.module)
     code: int
     if command.forwards:
@@ -98,9 +100,14 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     )
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
-    _import("core")  # brings torch, without its remark about NumPy
+    _bring_torch()
     code = module.run(options)
     return code
+
+
+def _bring_torch() -> None:
+    """Imports torch through the package, which keeps it from remarking that NumPy is missing."""
+    _ = importlib.import_module(PACKAGE).core
 
 
 def _import(module: str) -> ModuleType:

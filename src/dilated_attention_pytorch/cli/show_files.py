@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.pattern_files import _chunk, raw_bytes
+from ..plan.pattern_files import png_bytes
 from .show_numbers import Picture, receptive_fields, shrink
 
 INK = torch.tensor([24.0, 52.0, 110.0])
@@ -46,7 +44,7 @@ def draw(picture: Picture, layers: int, path: Path, pixels: int) -> int:
     if path.suffix.lower() == ".svg":
         path.write_text(_svg(picture, panels, pixels), encoding="utf-8")
     else:
-        path.write_bytes(_png(_image(picture, panels, pixels)))
+        path.write_bytes(png_bytes(_image(picture, panels, pixels)))
     return len(panels)
 
 
@@ -76,19 +74,6 @@ def _image(picture: Picture, panels: list[Panel], pixels: int) -> Tensor:
         missing = min(4, len(images)) * images[0].shape[2] - row.shape[2]
         rows.append(torch.nn.functional.pad(row, (0, missing), value=255.0))
     return torch.cat(rows, dim=1).permute(1, 2, 0).to(torch.uint8)
-
-
-def _png(image: Tensor) -> bytes:
-    height, width, _ = image.shape
-    lines = torch.nn.functional.pad(
-        image.reshape(height, width * 3), (1, 0)
-    )  # filter byte 0 before each line
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-        + _chunk(b"IDAT", zlib.compress(raw_bytes(lines), 9))
-        + _chunk(b"IEND", b"")
-    )
 
 
 def _svg(picture: Picture, panels: list[Panel], pixels: int) -> str:

@@ -115,11 +115,14 @@ def draw(pattern: BlockPattern, path: str | Path, layout: int, pixels: int) -> N
     shade = share.sqrt().unsqueeze(-1)
     colour = 255 + shade * (torch.tensor([24.0, 52.0, 110.0], device="cpu") - 255)
     image = colour.round().to(torch.uint8).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+    Path(path).write_bytes(png_bytes(image))
+
+
+def png_bytes(image: Tensor) -> bytes:
+    """The PNG file of colours (height, width, 3) in uint8."""
     height, width, _ = image.shape
-    lines = torch.nn.functional.pad(
-        image.reshape(height, width * 3), (1, 0)
-    )  # filter byte 0 before each line
-    Path(path).write_bytes(
+    lines = torch.nn.functional.pad(image.reshape(height, width * 3), (1, 0))  # no filter, a byte a line
+    return (
         b"\x89PNG\r\n\x1a\n"
         + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
         + _chunk(b"IDAT", zlib.compress(raw_bytes(lines), 9))
