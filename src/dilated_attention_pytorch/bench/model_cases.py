@@ -42,6 +42,7 @@ class TrainCase:
     n: int
     layers: int
     vocab_size: int = 256
+    dim_feedforward: int = 3072
     repeats: int = 1
 
 
@@ -88,7 +89,8 @@ def describe_model(case: ModelCase) -> str:
         case DecodeCase():
             return f"positions {', '.join(f'{p:,}' for p in case.positions.values())}, b = 1, {what}"
         case TrainCase():
-            return f"n = {case.n}, {case.layers} layers, width {config.h * config.d}, {what}"
+            widths = f"width {config.h * config.d}, feed-forward {case.dim_feedforward}"
+            return f"n = {case.n}, {case.layers} layers, {widths}, {what}"
         case SlideCase():
             return f"{case.tiles:,} tiles, {case.depth} layers, width {case.embed_dim}, {what}"
 

@@ -108,6 +108,7 @@ def make_model(case: TrainCase, checkpoints: bool) -> LongNetLM:
         config.h * config.d,
         config.h,
         case.layers,
+        dim_feedforward=case.dim_feedforward,
         segment_lengths=config.segment_lengths,
         dilation_rates=config.dilation_rates,
         dropout=0.0,
