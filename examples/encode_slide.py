@@ -65,11 +65,18 @@ def main() -> None:
     values = embedding.float().cpu()  # waits for the device
     seconds = time.perf_counter() - start
 
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     print(f"{options.tiles} tiles in {seconds:.1f} s on {options.device}")
     print(f"embedding {tuple(values.shape)}, norm {values.norm():.3f}")
-    print(f"peak memory {peak / 1e9:.2f} GB")
+    print(f"peak memory {peak_memory() / 1e9:.2f} GB")
+
+
+def peak_memory() -> int:
+    """Bytes of this process at their most. getrusage would count what its parent had, where there is /proc."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":
