@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes of this process at their most. getrusage would count what its parent had, where there is /proc."""
+    """Bytes of this process at their most. getrusage would count what its parent had, if there is /proc."""
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
