@@ -15,9 +15,6 @@ STAMP := $(VENV)/.ready-$(shell printf '%s' "$(PYTHON) $(TORCH)" | cksum | tr ' 
 # Which interpreter this is: the same line for a python and for a virtual environment made from it.
 IDENTITY := import sys; print(sys.base_prefix, sys.version)
 
-# One more than there are cores: tests that wait for processes leave a core idle.
-WORKERS = $$($(BIN)/python -c 'import os; print(1 + len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)')
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -41,7 +38,7 @@ bench: $(STAMP)
 
 test: lint types
 	@echo "tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint"
