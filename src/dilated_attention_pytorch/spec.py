@@ -66,6 +66,19 @@ class DilatedSpec:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
 
+def geometric_branches(n: int, first: int, ratio: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """LongNet's rule (arXiv 2307.02486, section 3.1): lengths and rates grow by one ratio until one spans n.
+
+    A branch scores n w / r**2 pairs, so each costs a `ratio`-th of the one before, and all of them less than
+    ratio / (ratio - 1) times the first: the cost grows with n.
+    """
+    segment_lengths, dilation_rates = [first], [1]
+    while segment_lengths[-1] < n:
+        segment_lengths.append(segment_lengths[-1] * ratio)
+        dilation_rates.append(dilation_rates[-1] * ratio)
+    return tuple(segment_lengths), tuple(dilation_rates)
+
+
 def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
     if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__getitem__"):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")

@@ -24,7 +24,10 @@ from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+# The C allocator keeps freed blocks of up to 32 MiB for later and cannot always use them: a tenth of a small
+# call, differently from run to run. With fixed thresholds it returns them: what is held is what is measured.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+ENVIRONMENT = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 # Prints the bytes that a process takes beyond the inputs of a call, as the bench measures them. Each case has
 # a fork of its own, in which no freed memory of others hides: only that of a warm-up of 64 positions.
@@ -95,7 +98,7 @@ def test_memory_is_what_a_process_takes(number: int, measured: list[tuple[dict[s
     shape = Shape(1, case["n"], case["h"], case["h_kv"], case["d"])
     spec = DilatedSpec(*case["branches"], case["causal"])
     predicted = predict_memory(Call(shape, getattr(torch, case["dtype"]), spec, case["train"]))
-    assert predicted.peak == pytest.approx(predicted.inputs + extra, rel=0.1), case
+    assert predicted.peak == pytest.approx(predicted.inputs + extra, rel=0.03), case
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import functional
 from ..core.host_memory import host_memory
 from ..plan import Shape, plan_dilated
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, geometric_branches
 from .demo_checks import Check, run_checks
 from .demo_view import PlainView, View
 from .measure import interleave
@@ -58,16 +58,8 @@ Event = str | Row | BaseException | None  # what is being done, a result, a fail
 
 
 def ladder(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and rates for a length: reach and spacing grow fourfold until a segment spans it all.
-
-    A branch scores `n w / r ** 2` pairs, so each costs a quarter of the one before: the whole ladder costs
-    little more than its first step, and the cost grows with `n`, not with its square.
-    """
-    segment_lengths, dilation_rates = [FIRST_SEGMENT], [1]
-    while segment_lengths[-1] < n:
-        segment_lengths.append(segment_lengths[-1] * STEP)
-        dilation_rates.append(dilation_rates[-1] * STEP)
-    return tuple(segment_lengths), tuple(dilation_rates)
+    """Segment lengths and rates for a length: both grow fourfold until a segment spans it all."""
+    return geometric_branches(n, FIRST_SEGMENT, STEP)
 
 
 def measure_row(n: int, *, with_dense: bool, rounds: int) -> Row:

@@ -40,10 +40,11 @@ class Check:
     title: str
     forward_error: float
     gradient_error: float
+    tolerance: float = TOLERANCE
 
     @property
     def passed(self) -> bool:
-        return self.forward_error <= TOLERANCE and self.gradient_error <= TOLERANCE
+        return self.forward_error <= self.tolerance and self.gradient_error <= self.tolerance
 
 
 def run_checks() -> Iterator[Check]:

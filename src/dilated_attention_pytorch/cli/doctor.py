@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .text import paint, print_json, show_bytes
 
 if TYPE_CHECKING:
-    from .doctor_checks import Verdict
+    from ..bench.demo_checks import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +37,13 @@ def run(options: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _as_json(check: Verdict) -> dict[str, Any]:
+def _as_json(check: Check) -> dict[str, Any]:
     """JSON has no NaN: an error that is none becomes null."""
-    values = {name: value if value == value else None for name, value in check._asdict().items()}
+    values = {name: value if value == value else None for name, value in asdict(check).items()}
     return {**values, "passed": check.passed}
 
 
-def _show_checks(checks: Iterable[Verdict]) -> bool:
+def _show_checks(checks: Iterable[Check]) -> bool:
     """One line a check as it ends; the largest errors against what is tolerated."""
     print(paint("\nself-check against the definition", "bold"), "(largest errors: forward, gradients)")
     failed = total = 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import block_sparse, functional
-from ..bench.demo_checks import TOLERANCE, run_checks
+from ..bench.demo_checks import TOLERANCE, Check, run_checks
 from ..bench.gate import TOLERANCES
 from ..kernels import KERNELS, Request
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
@@ -20,23 +20,9 @@ BRANCHES = ((16, 64), (1, 4))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Verdict(NamedTuple):
-    """The largest errors of a check, against results in float64, and what is tolerated."""
-
-    title: str
-    forward_error: float
-    gradient_error: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.forward_error <= self.tolerance and self.gradient_error <= self.tolerance
-
-
-def verdicts() -> Iterator[Verdict]:
+def verdicts() -> Iterator[Check]:
     """Options against the definition, then each kernel in each dtype, pooled memory and block patterns."""
-    for check in run_checks():
-        yield Verdict(check.title, check.forward_error, check.gradient_error, TOLERANCE)
+    yield from run_checks()
     for device in devices():
         for kernel in KERNELS:
             for dtype in dtypes_of(device):
@@ -66,7 +52,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def check_call(
     title: str, device: torch.device, dtype: torch.dtype, kernel: str, *, memory: str = "fresh"
-) -> Verdict:
+) -> Check:
     """Dilated attention by a kernel, against the definition in float64 of the same inputs."""
     tensors = _inputs(dtype)
     options: dict[str, Any] = {"is_causal": True}
@@ -77,7 +63,7 @@ def check_call(
     return _judge(title, actual, expected, TOLERANCES.get(name_of(dtype), TOLERANCE))
 
 
-def check_blocks() -> Verdict:
+def check_blocks() -> Check:
     """Block-sparse attention against the dense masked softmax of its pattern."""
     config = SparsePatternConfig("local_window", 0.4, BLOCK)
     pattern = block_sparse.build_block_pattern(config, LENGTH, HEADS, is_causal=True)
@@ -106,9 +92,9 @@ def _with_gradients(
     return out, *torch.autograd.grad(out, leaves, tensors[3].to(dtype))
 
 
-def _judge(title: str, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> Verdict:
+def _judge(title: str, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> Check:
     """Errors absolute below 1 and relative above."""
     pairs = zip(actual, expected, strict=True)
     errors = [((a.cpu().double() - b).abs() / b.abs().clamp(min=1.0)).max().item() for a, b in pairs]
     # torch's max keeps a NaN where Python's may lose it, and a NaN passes no check
-    return Verdict(title, errors[0], torch.tensor(errors[1:]).max().item(), tolerance)
+    return Check(title, errors[0], torch.tensor(errors[1:]).max().item(), tolerance)

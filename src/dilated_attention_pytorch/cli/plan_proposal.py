@@ -14,7 +14,7 @@ from ..factory import LITTLE_MEMORY, choose_dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.shape import Pass
 from ..ring import RingSchedule, plan_ring
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, geometric_branches
 from .plan_memory import Call, Memory, predict_memory
 from .text import show_bytes
 
@@ -65,19 +65,6 @@ class Proposal:
         return sorted(
             {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
         )
-
-
-def geometric_branches(n: int, first: int, ratio: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """LongNet's rule (arXiv 2307.02486, section 3.1): lengths and rates grow by one ratio until one spans n.
-
-    A branch scores n w / r**2 pairs, so each costs a `ratio`-th of the one before, and all of them less than
-    ratio / (ratio - 1) times the first: the cost grows with n.
-    """
-    segment_lengths, dilation_rates = [first], [1]
-    while segment_lengths[-1] < n:
-        segment_lengths.append(segment_lengths[-1] * ratio)
-        dilation_rates.append(dilation_rates[-1] * ratio)
-    return tuple(segment_lengths), tuple(dilation_rates)
 
 
 def make_proposal(options: Namespace) -> Proposal:
@@ -171,8 +158,7 @@ def _schedule(call: Call, ranks: int) -> RingSchedule:
         is_causal=spec.is_causal,
         workspace_bytes=call.workspace_bytes,
     )
-    other = replace(schedule, strategy="ulysses")
-    return other if ranks > 1 and other.cost < schedule.cost else schedule
+    return schedule.cheaper() if ranks > 1 else schedule
 
 
 def _rank_memory(call: Call, schedule: RingSchedule) -> Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -41,7 +42,7 @@ class Stream:
     kernel: str
     workspace_bytes: int
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[Lane, ...]:
         return plan_lanes(self.spec, self.num_heads, self.num_kv_heads)
 

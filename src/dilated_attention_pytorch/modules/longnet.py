@@ -60,9 +60,8 @@ class LongNet(PretrainedModel):
         config, layers = self.config, (num_encoder_layers, num_decoder_layers)
         options = {**config.stack_options(), "device": device, "dtype": dtype}
         gammas = [config.gamma_init] * 2
-        if (
-            config.gamma_init is None and config.sub_layer_norm
-        ):  # encoders of an encoder-decoder have their own
+        if config.gamma_init is None and config.sub_layer_norm:
+            # Encoders of an encoder-decoder have a gain of their own.
             gammas = [magneto_gamma(*layers, is_decoder=is_decoder) for is_decoder in (False, True)]
         self.encoder = LongNetEncoder(num_layers=layers[0], **{**options, "gamma_init": gammas[0]})
         options |= {"gamma_init": gammas[1], "cross_attention": config.cross_attention}

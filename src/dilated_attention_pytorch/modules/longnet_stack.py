@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.blocks import check_flags, check_positive_int
 from ..decode import DilatedKVCache
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .call_checks import check_embedded, check_probabilities
+from .feed_forward import magneto_gamma
 from .multihead_call import check_caches, check_in_step
-from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, magneto_gamma
+from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 
 class LongNetStack(nn.Module):
@@ -28,20 +28,12 @@ class LongNetStack(nn.Module):
         nhead: int = 12,
         num_layers: int = 12,
         *,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
         dim_feedforward: int = 3072,
         dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
         drop_path_rate: float = 0.0,
-        activation: str = "gelu",
         layer_norm_eps: float = 1e-5,
         sub_layer_norm: bool = True,
         normalize_output: bool = True,
-        position_encoding: str | None = None,
-        num_kv_heads: int | None = None,
-        kind: str = "standard",
         gamma_init: float | None = None,
         checkpoint_activations: bool = False,
         device: torch.device | str | None = None,
@@ -65,20 +57,12 @@ class LongNetStack(nn.Module):
             self._layer_class(
                 d_model,
                 nhead,
-                segment_lengths,
-                dilation_rates,
-                dim_feedforward,
-                dropout,
-                activation,
-                layer_norm_eps,
-                attention_dropout=attention_dropout,
-                activation_dropout=activation_dropout,
+                dim_feedforward=dim_feedforward,
+                dropout=dropout,
+                layer_norm_eps=layer_norm_eps,
                 drop_path=drop_path_rate * depth / max(1, num_layers - 1),
                 sub_layer_norm=sub_layer_norm,
                 gamma_init=gamma_init,
-                num_kv_heads=num_kv_heads,
-                position_encoding=position_encoding,
-                kind=kind,
                 device=device,
                 dtype=dtype,
                 **layer_options,
@@ -160,16 +144,15 @@ class LongNetEncoder(LongNetStack):
 
     Args:
         d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
-        segment_lengths, dilation_rates: of the attention of all layers, one entry a branch.
-        dropout, attention_dropout, activation_dropout: see `DilatedTransformerEncoderLayer`.
+        dropout, layer_norm_eps, sub_layer_norm: see `DilatedTransformerEncoderLayer`.
         drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
         normalize_output: end with `layer_norm`.
         gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
             stack; 1 without sub_layer_norm.
         checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
             layer once more; in training only.
-        layer_options: what else `DilatedTransformerEncoderLayer` takes, such as position_encoding,
-            num_kv_heads, kind, head_offsets or tail.
+        layer_options: what else `DilatedTransformerEncoderLayer` takes, such as segment_lengths and
+            dilation_rates, position_encoding, num_kv_heads, kind, head_offsets or tail.
 
     It embeds nothing: tokens, tiles and their absolute positions are the caller's.
     """

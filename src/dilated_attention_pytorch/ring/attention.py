@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -214,8 +214,7 @@ def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> R
     """The schedule to follow: an equal one of before, which knows its rounds; the cheaper if it is open."""
 
     def choose() -> RingSchedule:
-        other = replace(schedule, strategy="ulysses")
-        return other if is_open and other.cost < schedule.cost else schedule
+        return schedule.cheaper() if is_open else schedule
 
     if not use_pattern_cache:
         return choose()

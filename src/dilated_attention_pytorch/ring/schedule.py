@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -132,6 +132,11 @@ class RingSchedule(Schedule):
         """FLOPs of the busiest rank in a forward pass, and those it could do while its bytes arrive."""
         ranks = range(self.num_ranks)
         return max(self.flops(r) + FLOPS_A_BYTE * self.received_bytes(r) for r in ranks)
+
+    def cheaper(self) -> RingSchedule:
+        """This schedule, or that of "ulysses" if it costs less: what the strategy "auto" takes."""
+        other = replace(self, strategy="ulysses")
+        return other if other.cost < self.cost else self
 
     def _travelling(self, rank: int, direction: Pass) -> int:
         if self.strategy == "ring":

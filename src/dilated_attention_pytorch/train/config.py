@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ..spec import geometric_branches
+
 PRECISIONS = ("float32", "bfloat16")
 RING_KINDS = ("ring", "block_sparse_ring")
 VOCABULARY = 256  # a token is a byte
@@ -169,11 +171,7 @@ def changed_settings(before: TrainConfig, after: TrainConfig) -> list[str]:
 
 def default_branches(context_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Segment lengths and rates of LongNet's geometric rule, from a sixteenth of the context, at least 64."""
-    lengths, rates = [max(FIRST_SEGMENT, context_length // STEP**2)], [1]
-    while lengths[-1] < context_length:
-        lengths.append(lengths[-1] * STEP)
-        rates.append(rates[-1] * STEP)
-    return tuple(lengths), tuple(rates)
+    return geometric_branches(context_length, max(FIRST_SEGMENT, context_length // STEP**2), STEP)
 
 
 def _listed(value: Any) -> Any:
