@@ -14,6 +14,7 @@ from .gate import WrongAnswerError
 from .machine import machine_facts, project_facts
 from .model_cases import ModelCase, model_target
 from .pictures import draw_patterns
+from .quality_cases import QualityCase, quality_target
 from .record import Record, Result, from_json, to_json
 from .ring_cases import RingCase
 from .ring_plans import plans_table
@@ -142,6 +143,8 @@ def _targets(case: Case) -> str:
         return "" if case.target is None else f"  [target: {case.target}]"
     if isinstance(case, ModelCase):
         return model_target(case)
+    if isinstance(case, QualityCase):
+        return quality_target(case)
     if isinstance(case, LongCase):
         memory = [f"{case.memory_target / 2**30:.1f} GiB"] if case.memory_target else []
         targets = [*memory, *([f"time {case.time_target}"] if case.time_target else [])]

@@ -12,6 +12,7 @@ from typing import Any
 
 from .config import Config
 from .model_cases import MODEL_KINDS, MODEL_QUICK, MODEL_SUITE, ModelCase, describe_model
+from .quality_cases import QUALITY_QUICK, QUALITY_SUITE, QualityCase, describe_quality
 from .ring_cases import RING_KINDS, RING_QUICK, RING_SUITE, RingCase, RingConfig, describe_ring
 from .sparse_cases import (
     SPARSE_KINDS,
@@ -82,7 +83,7 @@ class PoolCase:
 
 
 DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
-Case = DilatedCase | SparseCase | RingCase | ModelCase
+Case = DilatedCase | SparseCase | RingCase | ModelCase | QualityCase
 KINDS: dict[str, type[Case]] = {
     "time": TimeCase,
     "memory": MemoryCase,
@@ -91,6 +92,7 @@ KINDS: dict[str, type[Case]] = {
     **SPARSE_KINDS,
     **RING_KINDS,
     **MODEL_KINDS,
+    "quality": QualityCase,
 }
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
@@ -147,6 +149,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "sparse": SPARSE_SUITE,
     "ring": RING_SUITE,
     "models": MODEL_SUITE,
+    "quality": QUALITY_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -159,6 +162,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *SPARSE_QUICK,
         *RING_QUICK,
         *MODEL_QUICK,
+        *QUALITY_QUICK,
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -172,6 +176,8 @@ def describe(case: Case) -> str:
         return describe_ring(case)
     if isinstance(case, ModelCase):
         return describe_model(case)
+    if isinstance(case, QualityCase):
+        return describe_quality(case)
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"

@@ -9,6 +9,7 @@ from typing import Literal
 from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase
 from .measure import Timing
 from .model_cases import DecodeCase, SlideCase, TrainCase
+from .quality_cases import ATTENTIONS, QualityCase
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
 
@@ -75,6 +76,8 @@ def make_figures(case: Case, timings: dict[str, Timing], counts: dict[str, int])
             )
         case SlideCase():
             return (Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target),)
+        case QualityCase():
+            return tuple(_quality_figures(case, timings, counts))
         case LongCase():
             peak = Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target)
             return (peak, *_time_figures(timings.get("long"), timings.get("base"), case.time_target))
@@ -149,6 +152,20 @@ def _decode_figures(case: DecodeCase, timings: dict[str, Timing], counts: dict[s
         yield replace(figure, name=f"step at {case.positions[name]} over {case.early}")
     ratio = _ratio(counts, "cache alike", "cache early")
     yield Figure(f"cache at {case.positions['alike']} over {case.early}", ratio, target=1.0)
+
+
+def _quality_figures(
+    case: QualityCase, timings: dict[str, Timing], counts: dict[str, int]
+) -> Iterator[Figure]:
+    """Bits per byte by attention, then of the sparse ones over dense: bits and time of all steps."""
+    for name in ATTENTIONS:
+        yield Figure(f"{name}: bits per byte", counts[f"bits {name}"] / counts["validation bytes"])
+    for name in ATTENTIONS[1:]:
+        has_target = name == "dilated"
+        bits = counts[f"bits {name}"] / counts["bits dense"]
+        time = sum(timings[name].seconds) / sum(timings["dense"].seconds)
+        yield Figure(f"{name}: bits over dense", bits, target=case.quality_target if has_target else None)
+        yield Figure(f"{name}: time over dense", time, target=case.time_target if has_target else None)
 
 
 def _time_figures(

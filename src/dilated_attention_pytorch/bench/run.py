@@ -11,6 +11,8 @@ from .child import measure_in_child
 from .gate import accept, check_case
 from .measure import interleave
 from .model_cases import DecodeCase, ModelCase, TrainCase
+from .quality_cases import QualityCase
+from .quality_run import run_quality
 from .record import Result, make_result
 from .ring_cases import RingCase, RingStepsCase, RingTimeCase
 from .ring_run import run_ring
@@ -26,6 +28,8 @@ def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] 
         repeats = case.repeats
     if isinstance(case, RingCase):
         return run_ring(case, repeats, say)
+    if isinstance(case, QualityCase):
+        return run_quality(case, say)
     if isinstance(case, ModelCase):
         return _run_model(case, repeats, say)
     if isinstance(case, SparseCase):

@@ -8,6 +8,7 @@ from .cases import LongCase, MemoryCase, PoolCase, TimeCase, describe
 from .figures import Figure, show_value
 from .measure import Timing
 from .model_cases import DecodeCase, SlideCase, TrainCase
+from .quality_cases import ATTENTIONS, QualityCase
 from .record import Record, Result
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
@@ -37,6 +38,11 @@ def to_markdown(record: Record) -> str:
         ("**Decoding**: one step late in a stream over an early one", DecodeCase, _decode_table),
         ("**Training**: memory of a step beside weights and gradients", TrainCase, _train_table),
         ("**Slides**: memory of the whole process", SlideCase, _slide_table),
+        (
+            "**Quality**: the same model and bytes, trained with each attention",
+            QualityCase,
+            _quality_table,
+        ),
     ]
     parts = []
     for title, kind, table in kinds:
@@ -242,6 +248,20 @@ def _slide_table(results: Iterable[Result]) -> str:
     return make_table(["case", "parameters", "s", "peak memory", "target"], rows)
 
 
+def _quality_table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        figures = {figure.name: figure for figure in result.figures}
+        for name in ATTENTIONS:
+            seconds = f"{sum(result.seconds[name]):.0f}"
+            bits, time = (figures.get(f"{name}: {what} over dense") for what in ("bits", "time"))
+            ratios = [cell for x in (bits, time) for cell in ([_number(x), _verdict(x)] if x else ["", ""])]
+            cells = [_number(figures[f"{name}: bits per byte"]), *ratios[:2], seconds, *ratios[2:]]
+            rows.append([f"{result.case.name}, {name}", *cells])
+    head = ["case and attention", "bits per byte", "over dense", "target", "training, s", "over dense"]
+    return make_table([*head, "target"], rows)
+
+
 def _shown(result: Result, figure: Figure) -> list[str]:
     if figure.value is None and result.why_not:
         return [f"not measured: {result.why_not}", _verdict(figure)]
@@ -288,7 +308,8 @@ def _origin(record: Record) -> str:
     commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""
     dtypes = sorted({result.case.config.dtype for result in record.results}, reverse=True) or ["float32"]
-    repeats = sorted({result.repeats for result in record.results if result.seconds})
+    timed = [x for x in record.results if x.seconds and not isinstance(x.case, QualityCase)]
+    repeats = sorted({result.repeats for result in timed})
     rounds = f", {' or '.join(map(str, repeats))} rounds" if repeats else ""
     legend = " Times: minimum (median ± half the quartile distance)." if repeats else ""
     load = machine.get("load")

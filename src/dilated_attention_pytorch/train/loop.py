@@ -73,14 +73,14 @@ class Run:
         """Runs until the last step or until `stop` is made, and saves in both cases. `metrics` of rank 0."""
         config, interrupted = self.config, False
         if self.owes_validation:
-            self._validate(metrics)
+            self.validate(metrics)
         while self.step < config.steps and not interrupted:
-            self._step(metrics)
+            self.take_step(metrics)
             is_last = self.step == config.steps
             interrupted = self.ranks.any(stop.is_made) and not is_last
             self.owes_validation = is_last or _is_due(self.step, config.validate_every)
             if self.owes_validation and not interrupted:
-                self._validate(metrics)
+                self.validate(metrics)
             if interrupted or is_last or _is_due(self.step, config.checkpoint_every):
                 self.save(metrics)
         loss = None if math.isnan(self.loss) else self.loss
@@ -97,7 +97,8 @@ class Run:
         self.checkpoints.save(self.step, self.state.tensors(), facts)
         self.saved_step = self.step
 
-    def _step(self, metrics: Metrics | None) -> None:
+    def take_step(self, metrics: Metrics | None = None) -> None:
+        """Trains on the batch of the next step."""
         config, begin = self.config, time.perf_counter()
         rate = learning_rate(config, self.step)
         self.state.set_rate(rate)
@@ -148,7 +149,8 @@ class Run:
         norm = nn.utils.clip_grad_norm_(self.state.model.parameters(), limit)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    def _validate(self, metrics: Metrics | None) -> None:
+    def validate(self, metrics: Metrics | None = None) -> dict[str, Any]:
+        """Bits per byte of the validation data, as `validation.validate` gives them."""
         config = self.config
         windows = windows_of(self.validation_data, config.validation_windows, config.context_length)
         rows = max(1, config.batch_size // config.accumulation)
@@ -156,6 +158,7 @@ class Run:
         self.owes_validation = False
         if metrics is not None:
             metrics.tell_validation(self.step, self.validation)
+        return self.validation
 
     def _cast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":
