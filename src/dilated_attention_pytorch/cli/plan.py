@@ -111,6 +111,7 @@ def as_dict(proposal: Proposal) -> dict[str, Any]:
         "options": dict(proposal.options),
         "flops": {direction: proposal.flops(direction) for direction in directions},
         "share_of_dense_flops": proposal.pairs / proposal.dense_pairs,
+        "time_over_dense": proposal.relative_time,
         "memory": {**proposal.memory._asdict(), "peak": proposal.memory.peak},
         "memory_budget": proposal.budget,
         "fits": proposal.fits,
@@ -134,6 +135,8 @@ def _lines(proposal: Proposal, advice: dict[str, Any]) -> Iterator[str]:
     yield f"kind              {facts['kind']}{f' ({options})' if options else ''}"
     flops = "; ".join(f"{name} {show_count(value)}FLOP" for name, value in facts["flops"].items())
     yield f"work              {flops}; {facts['share_of_dense_flops']:.2%} of dense attention"
+    if proposal.relative_time is not None:
+        yield f"time              about {proposal.relative_time:.2g} of dense attention's"
     yield from _memory_lines(proposal, advice)
     if proposal.ranks > 1:
         received = "; ".join(f"{name} {show_bytes(x)}" for name, x in facts["received_bytes"].items())

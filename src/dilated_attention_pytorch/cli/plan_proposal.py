@@ -11,11 +11,13 @@ import torch
 
 from ..core.host_memory import device_memory
 from ..factory import LITTLE_MEMORY, choose_dilated_attention
+from ..forecast.call import Call
+from ..forecast.memory import Memory, predict_memory
+from ..forecast.time import relative_time
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.shape import Pass
 from ..ring import RingSchedule, plan_ring
 from ..spec import DilatedSpec, geometric_branches
-from .plan_memory import Call, Memory, predict_memory
 from .text import show_bytes
 
 MAX_RANKS = 1024
@@ -47,6 +49,11 @@ class Proposal:
     def dense_pairs(self) -> int:
         b, n, h, _, _ = self.call.shape
         return b * h * (n * (n + 1) // 2 if self.call.spec.is_causal else n * n)
+
+    @property
+    def relative_time(self) -> float | None:
+        """Over that of dense attention, where it can be told: on one CPU. Ranks depend on their network."""
+        return None if self.ranks > 1 else relative_time(self.call)
 
     def flops(self, direction: Pass = "forward") -> int:
         """Of all layers and ranks: 2 products of matrices forward, 5 backward."""

@@ -12,17 +12,12 @@ and weights of a model come on top.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from ..kernels import Request, choose_kernel
-from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Shape, plan_dilated
+from ..plan import Plan, plan_dilated
 from ..plan.shape import Pass
-from ..spec import DilatedSpec
-
-CPU = torch.device("cpu")
+from .call import Call
 
 
 class Memory(NamedTuple):
@@ -37,44 +32,6 @@ class Memory(NamedTuple):
     @property
     def peak(self) -> int:
         return sum(self)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is to be attended: sizes, numbers and passes."""
-
-    shape: Shape
-    dtype: torch.dtype
-    spec: DilatedSpec
-    train: bool = False
-    layers: int = 1
-    device: torch.device = CPU
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
-
-    @property
-    def wide(self) -> int:
-        """Bytes of an element of sums and lse."""
-        return max(4, self.dtype.itemsize)
-
-    @property
-    def query_bytes(self) -> int:
-        b, n, h, _, d = self.shape
-        return b * n * h * d * self.dtype.itemsize
-
-    @property
-    def key_bytes(self) -> int:
-        b, n, _, h_kv, d = self.shape
-        return b * n * h_kv * d * self.dtype.itemsize
-
-    @property
-    def lse_bytes(self) -> int:
-        b, n, h, _, _ = self.shape
-        return b * n * h * self.wide
-
-    @property
-    def layer_bytes(self) -> int:
-        """What a layer keeps for its backward: q, k, v, out and lse."""
-        return 2 * self.query_bytes + 2 * self.key_bytes + self.lse_bytes
 
 
 def predict_memory(call: Call) -> Memory:

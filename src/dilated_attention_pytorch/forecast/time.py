@@ -1,0 +1,80 @@
+"""The time of an attention call on a CPU relative to that of dense attention, from its plan.
+
+Torch's CPU flash kernel, which runs the tiles and dense attention alike, takes queries in blocks and the keys
+that they see in blocks of `KEY_BLOCK`. So a causal tile computes whole blocks along the diagonal: up to
+`KEY_BLOCK` keys it costs as much as one that is not causal. Costs are in units of a product of a score and a
+feature at the kernel's best rate, and only their ratios have a meaning:
+
+    a pair of query and key      d + SOFTMAX
+    a query of a tile            QUERY * d, its share of unpacking keys and of starting rows
+    an element packed or merged  MOVE
+    backward                     BACKWARD times the kernel's forward, twice the moves
+
+The constants were fitted on x86 with AVX2. The suite `plan` of the bench holds the forecast against what is
+measured.
+"""
+
+from __future__ import annotations
+
+from ..plan import Tile, plan_dilated
+from ..plan.shape import Pass
+from .call import Call
+
+KEY_BLOCK = 512
+QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))  # from so many queries on, in blocks of so many
+SOFTMAX = 16
+QUERY = 22
+MOVE = 30
+BACKWARD = 2.6
+
+
+def relative_time(call: Call) -> float | None:
+    """Time of the call over that of dense attention of the same inputs; None where nothing is known of it.
+
+    Half precision is computed in float32 on a CPU, and is compared with dense attention in float32.
+    """
+    if call.device.type != "cpu":
+        return None
+    b, n, h, _, d = call.shape
+    passes: tuple[Pass, ...] = ("forward", "backward") if call.train else ("forward",)
+    dense = b * h * _kernel_work(n, n, d, call.spec.is_causal)
+    own = sum(_pass_work(call, direction) for direction in passes)
+    return own / (dense * (1 + BACKWARD if call.train else 1))
+
+
+def _pass_work(call: Call, direction: Pass) -> float:
+    plan = plan_dilated(
+        call.spec,
+        call.shape,
+        itemsize=call.dtype.itemsize,
+        direction=direction,
+        workspace_bytes=call.workspace_bytes,
+    )
+    return sum(_tile_work(tile, call.shape.d, direction) for tile in plan.tiles)
+
+
+def _tile_work(tile: Tile, d: int, direction: Pass) -> float:
+    calls, heads, queries, _ = tile.q_shape(d)
+    _, units, keys, _ = tile.k_shape(d)
+    kernel = calls * heads * _kernel_work(queries, keys, d, tile.is_causal)
+    moved = 2 * calls * d * (heads * queries + units * keys)
+    if direction == "forward":
+        return kernel + MOVE * moved
+    return BACKWARD * kernel + 2 * MOVE * moved
+
+
+def _kernel_work(queries: int, keys: int, d: int, is_causal: bool) -> float:
+    """Of one head."""
+    return computed_pairs(queries, keys, is_causal) * (d + SOFTMAX) + QUERY * queries * d
+
+
+def computed_pairs(queries: int, keys: int, is_causal: bool) -> int:
+    """Pairs that the kernel computes, of which under a causal mask some are then thrown away."""
+    if not is_causal:
+        return queries * keys
+    block = next(size for least, size in QUERY_BLOCKS if queries >= least)
+    pairs = 0
+    for start in range(0, queries, block):
+        stop = min(queries, start + block)
+        pairs += (stop - start) * min(keys, -(-stop // KEY_BLOCK) * KEY_BLOCK)
+    return pairs

@@ -1,0 +1,61 @@
+"""Forecasts of time: what they must be by the way the kernel works, and how they order configurations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.forecast.call import Call
+from dilated_attention_pytorch.forecast.time import KEY_BLOCK, computed_pairs, relative_time
+from dilated_attention_pytorch.plan import Shape
+from dilated_attention_pytorch.spec import DilatedSpec, geometric_branches
+
+
+def forecast(
+    n: int, *branches: tuple[int, ...], causal: bool = False, train: bool = False, d: int = 64
+) -> float:
+    found = relative_time(
+        Call(Shape(1, n, 8, 8, d), torch.float32, DilatedSpec(*branches, is_causal=causal), train)
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("queries", [1, 31, 500, 512, 513, 767, 1024, 5000])
+def test_causal_pairs_are_whole_blocks_of_keys(queries: int) -> None:
+    pairs = computed_pairs(queries, queries, is_causal=True)
+    assert queries * (queries + 1) // 2 <= pairs <= queries * queries
+    assert pairs <= queries * (queries + KEY_BLOCK + 256) // 2 or queries <= KEY_BLOCK
+    if queries <= KEY_BLOCK:
+        assert pairs == queries * queries
+    assert computed_pairs(queries, 7, is_causal=False) == 7 * queries
+
+
+def test_blocks_of_a_thousand_queries() -> None:
+    # Two blocks of 256 queries see 512 keys, the other two all 1024.
+    assert computed_pairs(1024, 1024, is_causal=True) == 512 * 512 + 512 * 1024
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_attention_as_one_segment_costs_little_more(causal: bool, train: bool) -> None:
+    assert 1.0 < forecast(16384, (16384,), (1,), causal=causal, train=train) < 1.05
+
+
+def test_longer_sequences_save_more_and_shorter_segments_too() -> None:
+    times = [forecast(n, *geometric_branches(n, 2048, 4)) for n in (4096, 16384, 65536)]
+    assert times == sorted(times, reverse=True)
+    assert forecast(16384, (1024, 4096, 16384), (1, 4, 16)) < forecast(16384, (4096, 16384), (1, 4))
+
+
+def test_small_heads_pay_for_the_softmax() -> None:
+    """What does not shrink with the head weighs more in small ones, dense and dilated alike."""
+    wide, narrow = (forecast(8192, (64, 256), (1, 4), d=d) for d in (128, 16))
+    share = (64 + 256 / 16) / 8192  # of the pairs
+    assert share < narrow < wide
+
+
+def test_nothing_is_told_of_other_devices() -> None:
+    spec = DilatedSpec((2048,), (1,))
+    call = Call(Shape(1, 4096, 8, 8, 64), torch.bfloat16, spec, device=torch.device("cuda"))
+    assert relative_time(call) is None
