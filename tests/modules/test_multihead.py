@@ -585,3 +585,33 @@ def test_prints_itself() -> None:
 
 def test_an_empty_batch_gives_an_empty_output() -> None:
     assert MultiheadDilatedAttention(E, H, SEGMENTS, RATES)(X[:0])[0].shape == (0, N, E)
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
+def test_weights_of_one_kind_load_into_another(
+    one: type[MultiheadDilatedAttention],
+    other: type[MultiheadDilatedAttention],
+    bias: bool,
+    num_kv_heads: int | None,
+) -> None:
+    """Fused projections and separate ones are the same weights; inside models too, by their prefixes."""
+    options: dict[str, Any] = {"bias": bias, "num_kv_heads": num_kv_heads}
+    source = nn.ModuleDict({"layer": make(one, **options)})
+    target = nn.ModuleDict({"layer": make(other, **options)})
+    randomise(source)
+    state = source.state_dict()
+    names = list(state)
+    target.load_state_dict(state)
+    assert list(state) == names  # the caller's dict is as it was
+    x = torch.randn(B, N, E, dtype=torch.float64)
+    torch.testing.assert_close(source["layer"](x)[0], target["layer"](x)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
+def test_weights_of_another_kind_must_fit(
+    one: type[MultiheadDilatedAttention], other: type[MultiheadDilatedAttention]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"qkv_proj\.weight"):
+        make(other).load_state_dict(make(one, num_kv_heads=1).state_dict())

@@ -26,7 +26,7 @@ SAY_EVERY = 20
 
 
 def run_quality(case: QualityCase, say: Callable[[str], None]) -> Result:
-    """All models see the same bytes in the same order from weights of the same seed.
+    """All models see the same bytes in the same order, from the same initial weights.
 
     They take their steps in turn, so that what else the machine does falls on all of them alike.
     """
@@ -35,7 +35,7 @@ def run_quality(case: QualityCase, say: Callable[[str], None]) -> Result:
     seconds: dict[str, list[float]] = {name: [] for name in ATTENTIONS}
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: Run(train_config(case, name), Path(folder), _ALONE) for name in ATTENTIONS}
+        runs = start_runs(case, Path(folder))
         for step in range(1, case.steps + 1):
             for name in ATTENTIONS if step % 2 else reversed(ATTENTIONS):
                 start = time.perf_counter()
@@ -55,7 +55,13 @@ def run_quality(case: QualityCase, say: Callable[[str], None]) -> Result:
     return make_result(case, case.repeats, error, {k: tuple(v) for k, v in seconds.items()}, counts)
 
 
-_ALONE = Ranks(torch.device("cpu"))
+def start_runs(case: QualityCase, folder: Path) -> dict[str, Run]:
+    """Projections of some kinds are fused and drawn as one: all begin with the weights of the first."""
+    runs = {name: Run(train_config(case, name), folder, Ranks(torch.device("cpu"))) for name in ATTENTIONS}
+    first, *others = (run.state.model for run in runs.values())
+    for model in others:
+        model.load_state_dict(first.state_dict())
+    return runs
 
 
 def train_config(case: QualityCase, attention: str) -> TrainConfig:

@@ -17,7 +17,7 @@ from ..ring import shard_positions
 from .attention import DilatedAttention
 from .call_checks import check_positive, explain_mismatch
 from .multihead_call import Call, check_decodes
-from .multihead_state import copy_projections
+from .multihead_state import copy_projections, regroup_projections
 from .ring import check_together, raise_together
 
 
@@ -250,6 +250,10 @@ class MultiheadSkin(nn.Module):
     @property
     def _has_rows(self) -> bool:
         return isinstance(self.attention, DilatedAttention)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        regroup_projections(state_dict, prefix, fused=self.fused_qkv, sizes=self._qkv_sizes)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _qkv_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and biases (or None) of query, key and value; of a fused projection the slices."""

@@ -1,8 +1,9 @@
-"""Weights of `nn.MultiheadAttention` for the projections of this package's multihead modules."""
+"""Weights for the projections of multihead modules: of `nn.MultiheadAttention`, and of our other kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,3 +36,18 @@ def _joint(parts: list[Tensor]) -> Tensor:
     """Like all parts one below the other, in shape, dtype and device; without their memory."""
     first, rows = parts[0], sum(len(part) for part in parts)
     return first[:1].expand(rows, *first.shape[1:])
+
+
+def regroup_projections(
+    state: MutableMapping[str, Any], prefix: str, *, fused: bool, sizes: Sequence[int] = ()
+) -> None:
+    """Joins the input projections at `prefix` in a state dict, or parts them by `sizes`: kinds differ there.
+
+    What is incomplete or has other sizes stays as it is, for `load_state_dict` to name.
+    """
+    for kind in ("weight", "bias"):
+        joint, parts = f"{prefix}qkv_proj.{kind}", [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
+        if fused and joint not in state and all(name in state for name in parts):
+            state[joint] = torch.cat([state.pop(name) for name in parts])
+        elif not fused and joint in state and len(state[joint]) == sum(sizes):
+            state.update(zip(parts, torch.split(state.pop(joint), list(sizes)), strict=True))

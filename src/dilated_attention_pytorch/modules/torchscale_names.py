@@ -11,6 +11,7 @@ from torch import Tensor
 from .attention import DilatedAttention
 from .longnet_stack import LongNetStack
 from .multihead_skin import MultiheadSkin
+from .multihead_state import regroup_projections
 from .positions import XPos
 from .state_fit import check_state
 
@@ -88,7 +89,7 @@ def split_torchscale_state(
                 f'position_encoding="xpos" needs a checkpoint with {path}.xpos.scale, got one without XPOS'
             )
         if attention.fused_qkv:
-            _fuse(found, path)
+            regroup_projections(found, f"{path}.", fused=True)
     return found, tuple(dropped)
 
 
@@ -109,11 +110,3 @@ def _check_xpos(stack: LongNetStack, path: str, name: str, scale: Tensor) -> Non
     # Half precision keeps three digits of these numbers between 0.28 and 1.
     if not torch.allclose(scale.detach().float().cpu(), expected, atol=4e-3, rtol=0):
         raise ValueError(f"{name} must be (i + 0.4 d) / (1.4 d) for i = 0, 2 .. d, got {scale.tolist()}")
-
-
-def _fuse(found: dict[str, Tensor], path: str) -> None:
-    """Three projections become the one that a module with fused projections has."""
-    for kind in ("weight", "bias"):
-        names = [f"{path}.{which}_proj.{kind}" for which in "qkv"]
-        if all(name in found for name in names):
-            found[f"{path}.qkv_proj.{kind}"] = torch.cat([found.pop(name) for name in names])
