@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .config import Config
+from .limit_cases import LIMIT_SUITE, LimitCase, describe_limit
 from .model_cases import MODEL_KINDS, MODEL_QUICK, MODEL_SUITE, ModelCase, describe_model
+from .module_cases import MODULE_QUICK, MODULE_SUITE, CompareCase, describe_compare, read_module_config
 from .ring_cases import RING_KINDS, RING_QUICK, RING_SUITE, RingCase, RingConfig, describe_ring
 from .sparse_cases import (
     SPARSE_KINDS,
@@ -82,7 +84,7 @@ class PoolCase:
 
 
 DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
-Case = DilatedCase | SparseCase | RingCase | ModelCase
+Case = DilatedCase | SparseCase | RingCase | ModelCase | CompareCase | LimitCase
 KINDS: dict[str, type[Case]] = {
     "time": TimeCase,
     "memory": MemoryCase,
@@ -91,6 +93,8 @@ KINDS: dict[str, type[Case]] = {
     **SPARSE_KINDS,
     **RING_KINDS,
     **MODEL_KINDS,
+    "compare": CompareCase,
+    "limit": LimitCase,
 }
 
 _BRANCHES = ((2048, 4096, 8192), (1, 2, 4))
@@ -147,6 +151,8 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "sparse": SPARSE_SUITE,
     "ring": RING_SUITE,
     "models": MODEL_SUITE,
+    "modules": MODULE_SUITE,
+    "limit": LIMIT_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
         TimeCase("quick forward", _QUICK, ((1, 512),), repeats=3),
@@ -159,6 +165,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *SPARSE_QUICK,
         *RING_QUICK,
         *MODEL_QUICK,
+        *MODULE_QUICK,
     ),
 }
 DEFAULT_SUITES = ("speed", "short", "memory")
@@ -172,6 +179,10 @@ def describe(case: Case) -> str:
         return describe_ring(case)
     if isinstance(case, ModelCase):
         return describe_model(case)
+    if isinstance(case, CompareCase):
+        return describe_compare(case)
+    if isinstance(case, LimitCase):
+        return describe_limit(case)
     config = case.config
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     what = f"h = {config.h}, d = {config.d}, branches {branches}{', causal' if config.is_causal else ''}"
@@ -198,6 +209,11 @@ def case_from_dict(data: dict[str, Any]) -> Case:
         fields["config"] = read_config(config)
         if "patterns" in fields:
             fields["patterns"] = read_entries(fields["patterns"])
+        return KINDS[fields.pop("kind")](**fields)
+    if fields["kind"] in ("compare", "limit"):
+        fields["config"] = read_module_config(config)
+        if "candidates" in fields:
+            fields["candidates"] = tuple(fields["candidates"])
         return KINDS[fields.pop("kind")](**fields)
     branches = (tuple(config["segment_lengths"]), tuple(config["dilation_rates"]))
     if fields["kind"] in RING_KINDS:

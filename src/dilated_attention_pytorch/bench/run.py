@@ -9,8 +9,12 @@ from .candidates import bare_candidate, count_flops, dilated_candidate, pool_can
 from .cases import Case, PoolCase, TimeCase
 from .child import measure_in_child
 from .gate import accept, check_case
+from .limit_cases import LimitCase
+from .limit_run import run_limit
 from .measure import interleave
 from .model_cases import DecodeCase, ModelCase, TrainCase
+from .module_cases import CompareCase
+from .module_run import run_compare
 from .record import Result, make_result
 from .ring_cases import RingCase, RingStepsCase, RingTimeCase
 from .ring_run import run_ring
@@ -21,13 +25,17 @@ from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase, DecodeCase)
+    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase, DecodeCase, CompareCase)
     if repeats is None or not isinstance(case, times):
         repeats = case.repeats
     if isinstance(case, RingCase):
         return run_ring(case, repeats, say)
     if isinstance(case, ModelCase):
         return _run_model(case, repeats, say)
+    if isinstance(case, CompareCase):
+        return run_compare(case, repeats, say)
+    if isinstance(case, LimitCase):
+        return run_limit(case, say)
     if isinstance(case, SparseCase):
         return _run_sparse(case, repeats, say)
     say(f"{case.name}: checking")
