@@ -168,7 +168,6 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *MODULE_QUICK,
     ),
 }
-DEFAULT_SUITES = ("speed", "short", "memory")
 
 
 def describe(case: Case) -> str:

@@ -234,7 +234,8 @@ def run_module(module: torch.nn.Module, tensors: list[Tensor], backward: bool) -
 def measure_candidate(case: CompareCase, name: str) -> Measured:
     """Peak memory of one call of a candidate: above that of the inputs, and of the whole process."""
     entry, config = entry_of(name), case.config
-    short = min(case.n, WARMUP_LENGTH // config.block_size * config.block_size or config.block_size)
+    # Short, so that what it frees is too little for the measured call to hide in.
+    short = max(config.block_size, min(case.n // 4, WARMUP_LENGTH))
     attend = entry.make(config, short)
     run_candidate(attend, make_inputs(entry, config, 1, short), case.backward)
     rows = choose_rows(config, case.n)

@@ -66,17 +66,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"{hint} See --list."
 
 
-def remarks(name: str, config: ModuleConfig) -> list[str]:
-    """What a reader must know beside a candidate's figures: options that it does not heed, projections."""
-    entry, found = entry_of(name), []
-    if entry.projects:
-        found.append("with projections")
+def remarks(name: str, config: ModuleConfig) -> str:
+    """What a reader must know beside a candidate's figures: what it computes, and options it cannot heed."""
+    entry = entry_of(name)
+    found = [f"{entry.kind}, with projections" if entry.projects else entry.kind]
     if config.memory is not None and ("memory" not in entry.heeds or _refuses(name, config)):
         has = "its memory is always pooled" if "memory" in entry.heeds else "it has no pool"
         found.append(f"not with memory {config.memory}: {has}")
     if not config.use_pattern_cache and "pattern cache" not in entry.heeds:
         found.append("it has no pattern cache to turn off")
-    return found
+    return "; ".join(found)
 
 
 def _refuses(name: str, config: ModuleConfig) -> bool:

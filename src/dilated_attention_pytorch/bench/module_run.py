@@ -29,7 +29,7 @@ def run_compare(case: CompareCase, repeats: int, say: Callable[[str], None]) -> 
         except CannotRunError as reason:
             notes[name] = f"cannot run: {reason}"
             continue
-        notes |= {name: "; ".join(found)} if (found := remarks(name, case.config)) else {}
+        notes[name] = remarks(name, case.config)
     if not candidates:
         return make_result(case, repeats, None, {}, {}, "no candidate can run", notes)
     say(f"{case.name}: right within {error:.0e}, timing {repeats} rounds")
@@ -42,7 +42,7 @@ def run_compare(case: CompareCase, repeats: int, say: Callable[[str], None]) -> 
         if measured.error is not None:
             error = max(error, accept(f"{case.name}, {name}", measured.error, TOLERANCES[case.config.dtype]))
         if measured.why_not:
-            notes[name] = "; ".join(filter(None, [notes.get(name), f"no memory: {measured.why_not}"]))
+            notes[name] += f"; memory not measured: {measured.why_not}"
         counts |= {f"{what} {name}": nbytes for what, nbytes in measured.nbytes.items()}
     return make_result(case, repeats, error, seconds, counts, None, notes)
 

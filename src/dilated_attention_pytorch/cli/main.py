@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "show": Command("draw what attends to what, with coverage and receptive field", "cli.show"),
     "plan": Command("propose settings for a length, with memory, FLOPs, reasons and code", "cli.plan"),
-    "bench": Command("measure time and memory on this machine", "bench.__main__", True),
+    "bench": Command("compare modules by name, measure time, memory and limits", "cli.bench"),
     "train": Command("train a byte-level language model on text files", "train.command"),
     "generate": Command("continue a text with a trained model", "train.generate_command"),
 }
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def run_program() -> NoReturn:
-    """The program: runs the command line of this process and ends it with the exit code."""
-    code = main()
+def run_program(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The program: runs a command line, by default that of this process, and ends it with the exit code."""
+    code = main(arguments)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
