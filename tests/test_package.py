@@ -53,6 +53,8 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
+    if path.name == "__main__.py":
+        return "__main__"  # a program, whichever room it is started in
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
