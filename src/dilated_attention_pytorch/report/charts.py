@@ -89,8 +89,8 @@ def line_chart(
     height = frame.bottom + 54
     parts = [
         f'<svg id="{chart_id}" role="img" aria-label="{escape(f"{title}: {y_label} by {x_label}")}" '
-        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" font-family="system-ui, sans-serif" '
-        f'font-size="{FONT}" fill="currentColor">',
+        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+        f'font-family="system-ui, sans-serif" font-size="{FONT}" fill="currentColor">',
         f'<text x="8" y="20" font-weight="bold" font-size="{FONT + 2}">{escape(title)}</text>',
         *legend,
         *_grid(frame, x_text, y_text),
