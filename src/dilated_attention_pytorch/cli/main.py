@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("check exactness here, then time dense against dilated attention", "bench.demo", True),
+    "demo": Command("check, measure and train on this machine, and write a report of it", "demo.command"),
     "doctor": Command(
         "what is installed, what can run here, and a check against the definition", "cli.doctor"
     ),

@@ -40,13 +40,10 @@ class _Frame:
     """The plot's place in the picture, and both axes."""
 
     left: float
+    right: float
     top: float
     x_axis: Axis
     y_axis: Axis
-
-    @property
-    def right(self) -> float:
-        return WIDTH - 20.0
 
     @property
     def bottom(self) -> float:
@@ -85,14 +82,15 @@ def line_chart(
     ys += [y for each in series for pair in each.low_high or () for y in pair]
     y_axis = (log_axis if log_y else linear_axis)(ys)
     left = 16 + LETTER * max(len(y_text(tick)) for tick in y_axis.ticks)
-    x_axis = _fitting_axis(length_axis if log_x else linear_axis, xs, x_text, WIDTH - 20 - left)
+    x_axis = _fitting_axis(length_axis if log_x else linear_axis, xs, x_text, WIDTH - left)
+    right = WIDTH - 8 - LETTER * len(x_text(x_axis.ticks[-1])) / 2  # the last text is centred below its tick
     legend, rows = _legend(series)
-    frame = _Frame(left, 66.0 + 22 * rows, x_axis, y_axis)
-    height = frame.bottom + 50
+    frame = _Frame(left, right, 66.0 + 22 * rows, x_axis, y_axis)
+    height = frame.bottom + 54
     parts = [
         f'<svg id="{chart_id}" role="img" aria-label="{escape(f"{title}: {y_label} by {x_label}")}" '
-        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" font-family="sans-serif" '
-        f'font-size="{FONT}" fill="currentColor">',
+        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+        f'font-family="system-ui, sans-serif" font-size="{FONT}" fill="currentColor">',
         f'<text x="8" y="20" font-weight="bold" font-size="{FONT + 2}">{escape(title)}</text>',
         *legend,
         *_grid(frame, x_text, y_text),
@@ -180,7 +178,7 @@ def _grid(frame: _Frame, x_text: Callable[[float], str], y_text: Callable[[float
     for tick in frame.x_axis.ticks:
         x, _ = frame.at(tick, frame.y_axis.low)
         yield f'<path d="M{x:.1f},{frame.top:.1f}V{bottom:.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 20:.1f}" text-anchor="middle">{escape(x_text(tick))}</text>'
+        yield f'<text x="{x:.1f}" y="{bottom + 23:.1f}" text-anchor="middle">{escape(x_text(tick))}</text>'
     yield (
         f'<path d="M{left:.1f},{frame.top:.1f}V{bottom:.1f}H{right:.1f}" fill="none" stroke="currentColor" '
         'stroke-opacity="0.6"/>'

@@ -21,7 +21,7 @@ p { margin: .6rem 0; max-width: 46rem; }
 .lead { font-size: 1.15rem; }
 .wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: .25rem 1.2rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th { color: var(--faint); font-weight: 600; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
