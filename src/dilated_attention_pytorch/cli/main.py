@@ -24,11 +24,10 @@ TRACEBACK = "DILATED_ATTENTION_TRACEBACK"  # set in the environment, errors keep
 
 
 class Command(NamedTuple):
-    """What the list of commands says of it, and its module; `forwards`: the module parses for itself."""
+    """What the list of commands says of it, and its module."""
 
     help: str
     module: str
-    forwards: bool = False
 
 
 COMMANDS = {
@@ -84,14 +83,7 @@ def run_program(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    command = COMMANDS[name]
-    if command.forwards:
-        _bring_torch()
-    module = _import(command.module)
-    code: int
-    if command.forwards:
-        code = module.main(arguments)
-        return code
+    module = _import(COMMANDS[name].module)
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",
         description=module.__doc__,
@@ -101,7 +93,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
     _bring_torch()
-    code = module.run(options)
+    code: int = module.run(options)
     return code
 
 
