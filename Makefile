@@ -21,7 +21,7 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 .PHONY: help demo test lint types bench clean
 
 help:
-	@echo "make demo    check exactness, then time dense and dilated attention on this machine"
+	@echo "make demo    check, measure and train on this machine, and write a report (HTML) of it"
 	@echo "make test    lint, types and tests"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
@@ -31,7 +31,7 @@ help:
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (both can be overridden, see Makefile)"
 
 demo: $(STAMP)
-	@$(BIN)/python -m dilated_attention_pytorch.bench.demo $(ARGS)
+	@$(BIN)/dilated-attention demo $(ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m dilated_attention_pytorch.bench $(ARGS)

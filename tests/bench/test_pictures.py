@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench import __main__ as bench
 from dilated_attention_pytorch.bench.pictures import example_patterns
+from dilated_attention_pytorch.cli.main import main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -29,7 +29,7 @@ def pixels(path: Path) -> bytes:
 def test_pictures_are_those_that_the_library_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["--draw", str(tmp_path)]) == 0
+    assert main(["bench", "--draw", str(tmp_path)]) == 0
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == sorted(path.name for path in (DOCS / "images").glob("pattern_*.png"))
     assert sorted(Path(line).name for line in capsys.readouterr().out.split()) == drawn

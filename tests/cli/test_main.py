@@ -46,7 +46,7 @@ def test_version_is_the_package_s_without_torch() -> None:
     assert (result.returncode, result.stdout) == (0, f"dilated-attention {__version__}\n")
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.forwards])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_without_torch(name: str) -> None:
     result = run_program(name, "--help", code=WITHOUT_TORCH)
     assert result.returncode == 0, result.stderr

@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .config import Config
+from .forecast_cases import FORECAST_QUICK, FORECAST_SUITE, ForecastCase, describe_forecast
+from .limit_cases import LIMIT_SUITE, LimitCase, describe_limit
 from .model_cases import MODEL_KINDS, MODEL_QUICK, MODEL_SUITE, ModelCase, describe_model
+from .module_cases import MODULE_QUICK, MODULE_SUITE, CompareCase, describe_compare, read_module_config
 from .quality_cases import QUALITY_QUICK, QUALITY_SUITE, QualityCase, describe_quality
 from .ring_cases import RING_KINDS, RING_QUICK, RING_SUITE, RingCase, RingConfig, describe_ring
 from .sparse_cases import (
@@ -83,7 +86,8 @@ class PoolCase:
 
 
 DilatedCase = TimeCase | MemoryCase | LongCase | PoolCase
-Case = DilatedCase | SparseCase | RingCase | ModelCase | QualityCase
+StudyCase = ForecastCase | QualityCase
+Case = DilatedCase | SparseCase | RingCase | ModelCase | CompareCase | LimitCase | StudyCase
 KINDS: dict[str, type[Case]] = {
     "time": TimeCase,
     "memory": MemoryCase,
@@ -92,6 +96,9 @@ KINDS: dict[str, type[Case]] = {
     **SPARSE_KINDS,
     **RING_KINDS,
     **MODEL_KINDS,
+    "compare": CompareCase,
+    "limit": LimitCase,
+    "forecast": ForecastCase,
     "quality": QualityCase,
 }
 
@@ -149,6 +156,9 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "sparse": SPARSE_SUITE,
     "ring": RING_SUITE,
     "models": MODEL_SUITE,
+    "modules": MODULE_SUITE,
+    "limit": LIMIT_SUITE,
+    "forecast": FORECAST_SUITE,
     "quality": QUALITY_SUITE,
     # For tests and the curious: at these sizes overhead is most of what there is, so there are no targets.
     "quick": (
@@ -162,10 +172,11 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *SPARSE_QUICK,
         *RING_QUICK,
         *MODEL_QUICK,
+        *MODULE_QUICK,
+        *FORECAST_QUICK,
         *QUALITY_QUICK,
     ),
 }
-DEFAULT_SUITES = ("speed", "short", "memory")
 
 
 def describe(case: Case) -> str:
@@ -176,6 +187,12 @@ def describe(case: Case) -> str:
         return describe_ring(case)
     if isinstance(case, ModelCase):
         return describe_model(case)
+    if isinstance(case, CompareCase):
+        return describe_compare(case)
+    if isinstance(case, LimitCase):
+        return describe_limit(case)
+    if isinstance(case, ForecastCase):
+        return describe_forecast(case)
     if isinstance(case, QualityCase):
         return describe_quality(case)
     config = case.config
@@ -204,6 +221,11 @@ def case_from_dict(data: dict[str, Any]) -> Case:
         fields["config"] = read_config(config)
         if "patterns" in fields:
             fields["patterns"] = read_entries(fields["patterns"])
+        return KINDS[fields.pop("kind")](**fields)
+    if fields["kind"] in ("compare", "limit", "forecast"):
+        fields["config"] = read_module_config(config)
+        if "candidates" in fields:
+            fields["candidates"] = tuple(fields["candidates"])
         return KINDS[fields.pop("kind")](**fields)
     branches = (tuple(config["segment_lengths"]), tuple(config["dilation_rates"]))
     if fields["kind"] in RING_KINDS:

@@ -27,6 +27,10 @@ from .gate import largest_error, make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 from .model_cases import ModelCase
 from .model_child import measure_model
+from .module_candidates import entry_of
+from .module_cases import CompareCase
+from .module_gate import choose_rows, make_inputs, run_candidate
+from .module_gate import rows_error as rows_error_of
 from .ring_cases import RingConfig, RingStepsCase
 from .ring_child import attend as ring_attend
 from .ring_child import make_tensors
@@ -48,8 +52,8 @@ class Measured:
     why_not: str | None = None
 
 
-def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
-    """Measures a case in a fresh interpreter.
+def measure_in_child(case: Case, repeats: int, variant: str = "", timeout: float | None = None) -> Measured:
+    """Measures a case in a fresh interpreter, which is ended after `timeout` seconds.
 
     `variant` is the memory of a pool case, and the module of a case that compares modules.
     """
@@ -57,14 +61,18 @@ def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
     if memory_now is not None and needed > 0.9 * memory_now.available:
         there = f"{memory_now.available / 2**30:.1f} GiB are available"
         return Measured(why_not=f"needs {needed / 2**30:.1f} GiB, {there}")
-    result = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "variant": variant}),
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps({"case": case_to_dict(case), "repeats": repeats, "variant": variant}),
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return Measured(why_not=f"it was ended after {timeout:.0f} s")
     if result.returncode < 0:
         return Measured(why_not=f"the process was ended by signal {-result.returncode}, likely out of memory")
     if result.returncode:
@@ -75,10 +83,10 @@ def measure_in_child(case: Case, repeats: int, variant: str = "") -> Measured:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of this process, in which a child finds this very package."""
+    """The environment of this process, in which a child finds this very package and has as many threads."""
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def measure_memory(case: MemoryCase) -> Measured:
@@ -223,6 +231,25 @@ def run_module(module: torch.nn.Module, tensors: list[Tensor], backward: bool) -
     return [out.detach(), *(torch.autograd.grad(out, leaves, tensors[3]) if backward else ())]
 
 
+def measure_candidate(case: CompareCase, name: str) -> Measured:
+    """Peak memory of one call of a candidate: above that of the inputs, and of the whole process."""
+    entry, config = entry_of(name), case.config
+    # Short, so that what it frees is too little for the measured call to hide in.
+    short = max(config.block_size, min(case.n // 4, WARMUP_LENGTH))
+    attend = entry.make(config, short)
+    run_candidate(attend, make_inputs(entry, config, 1, short), case.backward)
+    rows = choose_rows(config, case.n)
+    attend, tensors = entry.make(config, case.n), make_inputs(entry, config, case.b, case.n, rows)
+    peak_before = read_status("VmHWM")
+    before = reset_peak_memory()
+    start = time.perf_counter()
+    results = run_candidate(attend, tensors, case.backward)
+    seconds = time.perf_counter() - start
+    peak = read_status("VmHWM")
+    nbytes = {"peak_extra": peak - before, "peak_total": max(peak_before, peak)}
+    return Measured(rows_error_of(entry, config, tensors, results, rows), nbytes, {"attention": (seconds,)})
+
+
 def input_and_result_bytes(case: Case) -> int:
     """Bytes of all tensors that a case in a process of its own holds at once."""
     if isinstance(case, (PatternCase, ModelCase)):
@@ -231,6 +258,9 @@ def input_and_result_bytes(case: Case) -> int:
     if isinstance(case, (SparseMemoryCase, ModuleMemoryCase)):
         itemsize = getattr(torch, case.config.dtype).itemsize
         return case.n * case.config.h * (4 * itemsize * case.config.d + 4)
+    if isinstance(case, CompareCase):
+        itemsize = getattr(torch, case.config.dtype).itemsize
+        return case.b * case.n * case.config.h * case.config.d * itemsize * (8 if case.backward else 4)
     if isinstance(case, RingStepsCase):
         itemsize = getattr(torch, case.config.dtype).itemsize
         return case.n * case.config.h * (8 if case.backward else 5) * itemsize * case.config.d
@@ -262,6 +292,8 @@ def main() -> None:
             measured = measure_sparse_memory(case)
         elif isinstance(case, ModuleMemoryCase):
             measured = measure_module(case, request["variant"])
+        elif isinstance(case, CompareCase):
+            measured = measure_candidate(case, request["variant"])
         elif isinstance(case, RingStepsCase):
             measured = (
                 time_ring_modules(case, request["repeats"])

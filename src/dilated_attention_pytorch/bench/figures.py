@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase
+from .forecast_cases import DILATED, ForecastCase
+from .limit_cases import LimitCase
 from .measure import Timing
 from .model_cases import DecodeCase, SlideCase, TrainCase
+from .module_cases import BASELINE, CompareCase
 from .quality_cases import ATTENTIONS, QualityCase
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
+
+Unit = Literal["x", "bytes", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Figure:
 
     name: str
     value: float | None
-    unit: Literal["x", "bytes"] = "x"
+    unit: Unit = "x"
     target: float | None = None
     at_least: bool = False
 
@@ -76,17 +81,26 @@ def make_figures(case: Case, timings: dict[str, Timing], counts: dict[str, int])
             )
         case SlideCase():
             return (Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target),)
+        case ForecastCase():
+            return tuple(_forecast_figures(case, timings, counts))
         case QualityCase():
             return tuple(_quality_figures(case, timings, counts))
         case LongCase():
             peak = Figure("peak memory", counts.get("peak_total"), "bytes", case.memory_target)
             return (peak, *_time_figures(timings.get("long"), timings.get("base"), case.time_target))
+        case CompareCase():
+            return tuple(_compare_figures(timings))
+        case LimitCase():
+            confirmed = counts.get("confirmed")
+            return (Figure("longest sequence", confirmed, "tokens", case.target, at_least=True),)
 
 
-def show_value(value: float, unit: Literal["x", "bytes"]) -> str:
+def show_value(value: float, unit: Unit) -> str:
     """A value with its unit: bytes in GiB, or in MiB below one."""
     if unit == "x":
         return f"{value:.3f}"
+    if unit == "tokens":
+        return f"{value:,.0f}"
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
@@ -103,6 +117,14 @@ def _sparse_figures(
         speed_up = timings["dense"].minimum / timings[entry.name].minimum
         yield Figure(f"{entry.name}: speed-up over dense", speed_up, target=entry.target, at_least=True)
         yield Figure(f"{entry.name}: share of the bare FLOP rate", rates[entry.name] / rates["bare"])
+
+
+def _compare_figures(timings: dict[str, Timing]) -> Iterator[Figure]:
+    """By candidate how many times as fast as dense attention it is, if that was measured."""
+    for name, timing in timings.items():
+        if BASELINE in timings and name != BASELINE:
+            speed_up = timings[BASELINE].median / timing.median
+            yield Figure(f"{name}: speed-up over {BASELINE}", speed_up, at_least=True)
 
 
 def _pool_figures(case: PoolCase, timings: dict[str, Timing], counts: dict[str, int]) -> Iterator[Figure]:
@@ -152,6 +174,18 @@ def _decode_figures(case: DecodeCase, timings: dict[str, Timing], counts: dict[s
         yield replace(figure, name=f"step at {case.positions[name]} over {case.early}")
     ratio = _ratio(counts, "cache alike", "cache early")
     yield Figure(f"cache at {case.positions['alike']} over {case.early}", ratio, target=1.0)
+
+
+def _forecast_figures(
+    case: ForecastCase, timings: dict[str, Timing], counts: dict[str, int]
+) -> Iterator[Figure]:
+    """By what factors the forecasts are off, whichever way."""
+    measured = timings[DILATED].minimum / timings[BASELINE].minimum
+    time = counts["time forecast, millionths"] / 1e6 / measured
+    memory = _ratio(counts, "peak forecast", "peak measured")
+    yield Figure("forecast of time, off by", max(time, 1 / time), target=case.time_target)
+    off = None if memory is None else max(memory, 1 / memory)
+    yield Figure("forecast of memory, off by", off, target=case.memory_target)
 
 
 def _quality_figures(

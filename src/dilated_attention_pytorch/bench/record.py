@@ -15,7 +15,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Result:
-    """A measured case: the error its gate saw, all durations and byte counts, and the figures from them."""
+    """A measured case: the error its gate saw, all durations and byte counts, and the figures from them.
+
+    `notes` says by candidate why one was not measured, or which options it did not heed.
+    """
 
     case: Case
     repeats: int
@@ -24,6 +27,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     why_not: str | None = None
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,12 @@ def make_result(
     seconds: dict[str, tuple[float, ...]],
     counts: dict[str, int],
     why_not: str | None = None,
+    notes: dict[str, str] | None = None,
 ) -> Result:
     """The result with the figures that the case's kind and targets call for."""
     timings = {name: Timing(values) for name, values in seconds.items()}
-    return Result(case, repeats, error, seconds, counts, make_figures(case, timings, counts), why_not)
+    figures = make_figures(case, timings, counts)
+    return Result(case, repeats, error, seconds, counts, figures, why_not, notes or {})
 
 
 def to_json(record: Record) -> str:
@@ -74,7 +80,8 @@ def _read_result(data: dict[str, Any]) -> Result:
     figures = tuple(_read_figure(f) for f in data["figures"])
     seconds = {name: tuple(values) for name, values in data["seconds"].items()}
     case = case_from_dict(data["case"])
-    return Result(case, data["repeats"], data["error"], seconds, data["counts"], figures, data["why_not"])
+    measured = (data["repeats"], data["error"], seconds, data["counts"])
+    return Result(case, *measured, figures, data["why_not"], data.get("notes", {}))
 
 
 def _read_figure(data: dict[str, Any]) -> Figure:

@@ -6,7 +6,7 @@ import torch
 
 from ..core.host_memory import describe_bytes
 from ..ring import RingSchedule, plan_ring
-from .tables import make_table
+from .cells import Table
 
 RANKS = (8, 64, 256, 1024)
 SHARD = 131072  # tokens of a rank
@@ -19,7 +19,7 @@ def plans_table() -> str:
     """One row for each number of ranks and mask, and how the schedules were made."""
     rows = [_row(size, is_causal) for size in RANKS for is_causal in (False, True)]
     head = ["ranks", "mask", "tokens in all", "receives, forward", "in backward", "of all keys and values"]
-    table = make_table([*head, "TFLOPs, forward", "busiest over mean", "holds, forward"], rows)
+    table = Table([*head, "TFLOPs, forward", "busiest over mean", "holds, forward"], rows)
     return f"{table}\n\n{_how()}\n"
 
 

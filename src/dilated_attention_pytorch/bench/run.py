@@ -8,9 +8,15 @@ from ..core import AttentionBufferManager
 from .candidates import bare_candidate, count_flops, dilated_candidate, pool_candidates
 from .cases import Case, PoolCase, TimeCase
 from .child import measure_in_child
+from .forecast_cases import ForecastCase
+from .forecast_run import run_forecast
 from .gate import accept, check_case
+from .limit_cases import LimitCase
+from .limit_run import run_limit
 from .measure import interleave
 from .model_cases import DecodeCase, ModelCase, TrainCase
+from .module_cases import CompareCase
+from .module_run import run_compare
 from .quality_cases import QualityCase
 from .quality_run import run_quality
 from .record import Result, make_result
@@ -23,15 +29,30 @@ from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    times = (TimeCase, PoolCase, SparseTimeCase, RingTimeCase, RingStepsCase, DecodeCase)
+    times = (
+        TimeCase,
+        PoolCase,
+        SparseTimeCase,
+        RingTimeCase,
+        RingStepsCase,
+        DecodeCase,
+        CompareCase,
+        ForecastCase,
+    )
     if repeats is None or not isinstance(case, times):
         repeats = case.repeats
     if isinstance(case, RingCase):
         return run_ring(case, repeats, say)
+    if isinstance(case, ForecastCase):
+        return run_forecast(case, repeats, say)
     if isinstance(case, QualityCase):
         return run_quality(case, say)
     if isinstance(case, ModelCase):
         return _run_model(case, repeats, say)
+    if isinstance(case, CompareCase):
+        return run_compare(case, repeats, say)
+    if isinstance(case, LimitCase):
+        return run_limit(case, say)
     if isinstance(case, SparseCase):
         return _run_sparse(case, repeats, say)
     say(f"{case.name}: checking")

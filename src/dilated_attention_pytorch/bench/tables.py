@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from .cases import LongCase, MemoryCase, PoolCase, TimeCase, describe
-from .figures import Figure, show_value
+from .cases import Case, LongCase, MemoryCase, PoolCase, TimeCase, describe
+from .cells import Table, mebibytes, milliseconds, number, shown, verdict
+from .figures import Figure
+from .forecast_cases import ForecastCase
+from .limit_cases import LimitCase
 from .measure import Timing
 from .model_cases import DecodeCase, SlideCase, TrainCase
-from .quality_cases import ATTENTIONS, QualityCase
+from .module_cases import CompareCase
+from .module_tables import compare_table, limit_table
+from .quality_cases import QualityCase
 from .record import Record, Result
 from .ring_cases import STRATEGIES, RingMemoryCase, RingStepsCase, RingTimeCase
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseMemoryCase, SparseTimeCase
+from .study_tables import forecast_table, quality_table
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PLAN_BEGIN, PLAN_END = "<!-- plan:begin -->", "<!-- plan:end -->"
 
 
+class Section(NamedTuple):
+    """One kind of case: its title in Markdown, its table, and the sizes of its cases."""
+
+    title: str
+    table: Table
+    descriptions: list[str]
+
+
 def to_markdown(record: Record) -> str:
     """Tables by kind of case, and the sentence that says where they come from."""
-    kinds = [
+    parts = []
+    for section in make_sections(record):
+        sizes = "\n".join(f"- {sentence}" for sentence in section.descriptions)
+        parts += [section.title, str(section.table), sizes]
+    return "\n\n".join([*parts, origin(record)]) + "\n"
+
+
+def make_sections(record: Record) -> Iterator[Section]:
+    """The kinds of cases that a record holds."""
+    kinds: list[tuple[str, type[Case], Callable[[list[Result]], Table]]] = [
         ("**Time** over that of the bare kernel on ready-made tiles", TimeCase, _time_table),
         ("**Memory** that a call adds to its inputs", MemoryCase, _memory_table),
         ("**Pooled memory**: time and peak memory over those with fresh memory", PoolCase, _pool_table),
@@ -38,18 +62,15 @@ def to_markdown(record: Record) -> str:
         ("**Decoding**: one step late in a stream over an early one", DecodeCase, _decode_table),
         ("**Training**: memory of a step beside weights and gradients", TrainCase, _train_table),
         ("**Slides**: memory of the whole process", SlideCase, _slide_table),
-        (
-            "**Quality**: the same model and bytes, trained with each attention",
-            QualityCase,
-            _quality_table,
-        ),
+        ("**Modules compared**, on the same inputs", CompareCase, compare_table),
+        ("**Limits**: the longest sequence within a budget of memory", LimitCase, limit_table),
+        ("**Forecasts** of `plan` against what was measured", ForecastCase, forecast_table),
+        ("**Quality**: the same model and bytes, trained with each attention", QualityCase, quality_table),
     ]
-    parts = []
     for title, kind, table in kinds:
         results = [result for result in record.results if isinstance(result.case, kind)]
         if results:
-            parts += [title, table(results), _descriptions(results)]
-    return "\n\n".join([*parts, _origin(record)]) + "\n"
+            yield Section(title, table(results), _descriptions(results))
 
 
 def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
@@ -61,53 +82,53 @@ def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str 
     return f"{before}{begin}\n\n{table.strip()}\n\n{end}{after}"
 
 
-def _time_table(results: Iterable[Result]) -> str:
+def _time_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         bare, dilated = (Timing(result.seconds[name]) for name in ("bare", "dilated"))
         minimum, median = result.figures
         speed = f"{result.counts['flops'] / dilated.minimum / 1e9:.0f}"
-        times = [_milliseconds(bare), _milliseconds(dilated)]
-        rows.append([result.case.name, *times, speed, _number(minimum), _number(median), _verdict(minimum)])
+        times = [milliseconds(bare), milliseconds(dilated)]
+        rows.append([result.case.name, *times, speed, number(minimum), number(median), verdict(minimum)])
     head = ["case", "bare, ms", "dilated, ms", "GFLOP/s", "ratio of minima", "of medians", "target"]
-    return make_table(head, rows)
+    return Table(head, rows)
 
 
-def _memory_table(results: Iterable[Result]) -> str:
+def _memory_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
-        peak, nbytes = (_mebibytes(result.counts.get(name)) for name in ("peak_extra", "results"))
-        rows.append([result.case.name, peak, nbytes, *_shown(result, result.figures[0])])
-    return make_table(["case", "peak extra, MiB", "results, MiB", "ratio", "target"], rows)
+        peak, nbytes = (mebibytes(result.counts.get(name)) for name in ("peak_extra", "results"))
+        rows.append([result.case.name, peak, nbytes, *shown(result, result.figures[0])])
+    return Table(["case", "peak extra, MiB", "results, MiB", "ratio", "target"], rows)
 
 
-def _long_table(results: Iterable[Result]) -> str:
+def _long_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         seconds = {name: f"{Timing(values).minimum:.2f} s" for name, values in result.seconds.items()}
         peak, minimum, _ = result.figures
         times = [seconds.get("base", ""), seconds.get("long", "")]
-        rows.append([result.case.name, *_shown(result, peak), *times, *_shown(result, minimum)])
+        rows.append([result.case.name, *shown(result, peak), *times, *shown(result, minimum)])
     head = ["case", "peak memory", "target", "short calls", "long call", "ratio of minima", "target"]
-    return make_table(head, rows)
+    return Table(head, rows)
 
 
-def _pool_table(results: Iterable[Result]) -> str:
+def _pool_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
-        milliseconds = _milliseconds(Timing(result.seconds["fresh"]))
+        fresh = milliseconds(Timing(result.seconds["fresh"]))
         cells = [_pool_cell(figure) for figure in result.figures]
-        peak = _mebibytes(result.counts.get("peak_extra_fresh"))
-        rows.append([result.case.name, milliseconds, *cells[:4], peak, *cells[4:]])
+        peak = mebibytes(result.counts.get("peak_extra_fresh"))
+        rows.append([result.case.name, fresh, *cells[:4], peak, *cells[4:]])
     head = ["case", "fresh, ms", "pool", "lightweight", "manager", "no plan cache"]
-    return make_table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
+    return Table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
 
 
 def _pool_cell(figure: Figure) -> str:
-    return f"**{_number(figure)}**" if figure.met is False else _number(figure)
+    return f"**{number(figure)}**" if figure.met is False else number(figure)
 
 
-def _sparse_table(results: Iterable[Result]) -> str:
+def _sparse_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         assert isinstance(result.case, SparseTimeCase)
@@ -118,10 +139,10 @@ def _sparse_table(results: Iterable[Result]) -> str:
         for name, timing in timings.items():
             is_bare = name == "bare"
             density = "" if is_bare else f"{flops[name] / flops['dense']:.4f}"
-            cells = [f"{result.case.name}, {name}", density, _milliseconds(timing), f"{rates[name]:.0f}"]
+            cells = [f"{result.case.name}, {name}", density, milliseconds(timing), f"{rates[name]:.0f}"]
             share = f"{rates[name] / rates['bare']:.2f}"
-            verdict = [_number(figures[name]), _verdict(figures[name])] if name in figures else ["", ""]
-            rows.append([*cells, share, *verdict])
+            found = [number(figures[name]), verdict(figures[name])] if name in figures else ["", ""]
+            rows.append([*cells, share, *found])
     head = [
         "case and pattern",
         "density",
@@ -131,71 +152,71 @@ def _sparse_table(results: Iterable[Result]) -> str:
         "speed-up over dense",
         "target",
     ]
-    return make_table(head, rows)
+    return Table(head, rows)
 
 
-def _sparse_memory_table(results: Iterable[Result]) -> str:
+def _sparse_memory_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         names = ("peak_extra", "results", "pattern")
-        peak, nbytes, pattern = (_mebibytes(result.counts.get(name)) for name in names)
+        peak, nbytes, pattern = (mebibytes(result.counts.get(name)) for name in names)
         memory, build = result.figures
         seconds = {name: f"{min(values):.3f}" for name, values in result.seconds.items()}
         times = [seconds.get(name, "") for name in ("build", "attention")]
-        cells = [*_shown(result, memory), pattern, *times, *_shown(result, build)]
+        cells = [*shown(result, memory), pattern, *times, *shown(result, build)]
         rows.append([result.case.name, peak, nbytes, *cells])
     head = ["case", "peak extra, MiB", "out + lse, MiB", "ratio", "target"]
-    return make_table([*head, "pattern, MiB", "build, s", "attention, s", "ratio", "target"], rows)
+    return Table([*head, "pattern, MiB", "build, s", "attention, s", "ratio", "target"], rows)
 
 
-def _build_table(results: Iterable[Result]) -> str:
+def _build_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         seconds = [f"{min(values):.3f}" for values in result.seconds.values()] or [""]
-        nbytes = _mebibytes(result.counts.get("pattern"))
-        rows.append([result.case.name, *seconds, nbytes, *_shown(result, result.figures[0])])
-    return make_table(["case", "s", "pattern, MiB", "peak extra", "target"], rows)
+        nbytes = mebibytes(result.counts.get("pattern"))
+        rows.append([result.case.name, *seconds, nbytes, *shown(result, result.figures[0])])
+    return Table(["case", "s", "pattern, MiB", "peak extra", "target"], rows)
 
 
-def _module_table(results: Iterable[Result]) -> str:
+def _module_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         names = ("peak_extra_module", "peak_extra_base")
-        module, base = (_mebibytes(result.counts.get(name)) for name in names)
-        rows.append([result.case.name, module, base, *_shown(result, result.figures[0])])
-    return make_table(["case", "peak extra, MiB", "of the base, MiB", "ratio", "target"], rows)
+        module, base = (mebibytes(result.counts.get(name)) for name in names)
+        rows.append([result.case.name, module, base, *shown(result, result.figures[0])])
+    return Table(["case", "peak extra, MiB", "of the base, MiB", "ratio", "target"], rows)
 
 
-def _ring_time_table(results: Iterable[Result]) -> str:
+def _ring_time_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
-        alone = _milliseconds(Timing(result.seconds["alone"])) if result.seconds else ""
+        alone = milliseconds(Timing(result.seconds["alone"])) if result.seconds else ""
         for strategy, minimum, median in zip(
             STRATEGIES, result.figures[::2], result.figures[1::2], strict=True
         ):
-            ranks = _milliseconds(Timing(result.seconds[strategy])) if result.seconds else ""
-            received = _mebibytes(result.counts.get(f"received {strategy}"))
-            ratios = [*_shown(result, minimum)[:1], _number(median), _verdict(minimum)]
+            ranks = milliseconds(Timing(result.seconds[strategy])) if result.seconds else ""
+            received = mebibytes(result.counts.get(f"received {strategy}"))
+            ratios = [*shown(result, minimum)[:1], number(median), verdict(minimum)]
             rows.append([f"{result.case.name}, {strategy}", alone, ranks, *ratios, received])
     head = ["case and strategy", "one process, ms", "ranks, ms", "ratio of minima", "of medians", "target"]
-    return make_table([*head, "received by a rank, MiB"], rows)
+    return Table([*head, "received by a rank, MiB"], rows)
 
 
-def _ring_memory_table(results: Iterable[Result]) -> str:
+def _ring_memory_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         assert isinstance(result.case, RingMemoryCase)
         figures = [Figure("", 1.0 if result.counts else None), *result.figures]
         for size, figure in zip(result.case.ranks, figures, strict=True):
             names = ("peak", "tensors", "received")
-            cells = [_mebibytes(result.counts.get(f"{name} {size}")) for name in names]
+            cells = [mebibytes(result.counts.get(f"{name} {size}")) for name in names]
             label = f"{result.case.name}, {size} rank{'' if size == 1 else 's'}"
-            rows.append([label, *cells, *_shown(result, figure)])
+            rows.append([label, *cells, *shown(result, figure)])
     head = ["case", "peak of a rank, MiB", "its tensors, MiB", "it receives, MiB", "times ranks, over one"]
-    return make_table([*head, "target"], rows)
+    return Table([*head, "target"], rows)
 
 
-def _ring_steps_table(results: Iterable[Result]) -> str:
+def _ring_steps_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         assert isinstance(result.case, RingStepsCase)
@@ -204,106 +225,60 @@ def _ring_steps_table(results: Iterable[Result]) -> str:
             zip(names[1:], zip(result.figures[::2], result.figures[1::2], strict=True), strict=True)
         )
         for name in names:
-            peak = _mebibytes(result.counts.get(f"peak_extra {name}"))
-            times = _milliseconds(Timing(result.seconds[name])) if name in result.seconds else ""
+            peak = mebibytes(result.counts.get(f"peak_extra {name}"))
+            times = milliseconds(Timing(result.seconds[name])) if name in result.seconds else ""
             if name == "base":
                 rows.append([f"{result.case.name}, base", peak, "", "", times, ""])
                 continue
             memory, time = figures[name]
             label = f"{result.case.name}, ring_size {name}"
-            rows.append([label, peak, *_shown(result, memory), times, _number(time)])
-    return make_table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
+            rows.append([label, peak, *shown(result, memory), times, number(time)])
+    return Table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
 
 
-def _decode_table(results: Iterable[Result]) -> str:
+def _decode_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         assert isinstance(result.case, DecodeCase)
         late, alike, _ = result.figures
         figures = {"early": Figure("", 1.0 if result.seconds else None), "late": late, "alike": alike}
         for name, position in result.case.positions.items():
-            times = _milliseconds(Timing(result.seconds[name])) if result.seconds else ""
-            held = _mebibytes(result.counts.get(f"cache {name}"))
-            rows.append([f"{result.case.name} at {position:,}", times, *_shown(result, figures[name]), held])
-    return make_table(["case", "ms", "ratio of minima", "target", "cache, MiB"], rows)
+            times = milliseconds(Timing(result.seconds[name])) if result.seconds else ""
+            held = mebibytes(result.counts.get(f"cache {name}"))
+            rows.append([f"{result.case.name} at {position:,}", times, *shown(result, figures[name]), held])
+    return Table(["case", "ms", "ratio of minima", "target", "cache, MiB"], rows)
 
 
-def _train_table(results: Iterable[Result]) -> str:
+def _train_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         for name in ("plain", "checkpointed"):
             names = ("peak_extra", "weights", "layer_inputs")
-            cells = [_mebibytes(result.counts.get(f"{each} {name}")) for each in names]
-            times = _milliseconds(Timing(result.seconds[f"step {name}"])) if result.seconds else ""
+            cells = [mebibytes(result.counts.get(f"{each} {name}")) for each in names]
+            times = milliseconds(Timing(result.seconds[f"step {name}"])) if result.seconds else ""
             rows.append([f"{result.case.name}, {name}", *cells, times])
-    return make_table(["case", "peak extra, MiB", "weights, MiB", "inputs of layers, MiB", "ms"], rows)
+    return Table(["case", "peak extra, MiB", "weights, MiB", "inputs of layers, MiB", "ms"], rows)
 
 
-def _slide_table(results: Iterable[Result]) -> str:
+def _slide_table(results: Iterable[Result]) -> Table:
     rows = []
     for result in results:
         seconds = [f"{min(values):.1f}" for values in result.seconds.values()] or [""]
         parameters = f"{result.counts['parameters']:,}" if result.counts else ""
-        rows.append([result.case.name, parameters, *seconds, *_shown(result, result.figures[0])])
-    return make_table(["case", "parameters", "s", "peak memory", "target"], rows)
+        rows.append([result.case.name, parameters, *seconds, *shown(result, result.figures[0])])
+    return Table(["case", "parameters", "s", "peak memory", "target"], rows)
 
 
-def _quality_table(results: Iterable[Result]) -> str:
-    rows = []
-    for result in results:
-        figures = {figure.name: figure for figure in result.figures}
-        for name in ATTENTIONS:
-            seconds = f"{sum(result.seconds[name]):.0f}"
-            bits, time = (figures.get(f"{name}: {what} over dense") for what in ("bits", "time"))
-            ratios = [cell for x in (bits, time) for cell in ([_number(x), _verdict(x)] if x else ["", ""])]
-            cells = [_number(figures[f"{name}: bits per byte"]), *ratios[:2], seconds, *ratios[2:]]
-            rows.append([f"{result.case.name}, {name}", *cells])
-    head = ["case and attention", "bits per byte", "over dense", "target", "training, s", "over dense"]
-    return make_table([*head, "target"], rows)
-
-
-def _shown(result: Result, figure: Figure) -> list[str]:
-    if figure.value is None and result.why_not:
-        return [f"not measured: {result.why_not}", _verdict(figure)]
-    return [_number(figure), _verdict(figure)]
-
-
-def make_table(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
-
-
-def _verdict(figure: Figure) -> str:
-    if figure.target is None:
-        return ""
-    words = {None: "", True: ", met", False: ", **not met**"}[figure.met]
-    bound = "at least " if figure.at_least else ""
-    return f"{bound}{show_value(figure.target, figure.unit)}{words}"
-
-
-def _number(figure: Figure) -> str:
-    return "not measured" if figure.value is None else show_value(figure.value, figure.unit)
-
-
-def _milliseconds(timing: Timing) -> str:
-    """Minimum, then median and quartile distance."""
-    minimum, median, spread = (1e3 * value for value in (timing.minimum, timing.median, timing.spread))
-    return f"{minimum:.1f} ({median:.1f} ± {spread / 2:.1f})"
-
-
-def _mebibytes(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**20:.1f}"
-
-
-def _descriptions(results: Iterable[Result]) -> str:
+def _descriptions(results: Iterable[Result]) -> list[str]:
     """Sizes of the cases, each stated once with the cases that share them."""
     names: dict[str, list[str]] = {}
     for result in results:
         names.setdefault(describe(result.case), []).append(result.case.name)
-    return "\n".join(f"- {', '.join(shared)}: {sizes}." for sizes, shared in names.items())
+    return [f"{', '.join(shared)}: {sizes}." for sizes, shared in names.items()]
 
 
-def _origin(record: Record) -> str:
+def origin(record: Record) -> str:
+    """Where the figures come from: version, machine and rounds."""
     project, machine = record.project, record.machine
     commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""

@@ -24,21 +24,20 @@ TRACEBACK = "DILATED_ATTENTION_TRACEBACK"  # set in the environment, errors keep
 
 
 class Command(NamedTuple):
-    """What the list of commands says of it, and its module; `forwards`: the module parses for itself."""
+    """What the list of commands says of it, and its module."""
 
     help: str
     module: str
-    forwards: bool = False
 
 
 COMMANDS = {
-    "demo": Command("check exactness here, then time dense against dilated attention", "bench.demo", True),
+    "demo": Command("check, measure and train on this machine, and write a report of it", "demo.command"),
     "doctor": Command(
         "what is installed, what can run here, and a check against the definition", "cli.doctor"
     ),
     "show": Command("draw what attends to what, with coverage and receptive field", "cli.show"),
     "plan": Command("propose settings for a length, with memory, FLOPs, reasons and code", "cli.plan"),
-    "bench": Command("measure time and memory on this machine", "bench.__main__", True),
+    "bench": Command("compare modules by name, measure time, memory and limits", "cli.bench"),
     "train": Command("train a byte-level language model on text files", "train.command"),
     "generate": Command("continue a text with a trained model", "train.generate_command"),
 }
@@ -70,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def run_program() -> NoReturn:
-    """The program: runs the command line of this process and ends it with the exit code."""
-    code = main()
+def run_program(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The program: runs a command line, by default that of this process, and ends it with the exit code."""
+    code = main(arguments)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -84,14 +83,7 @@ def run_program() -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    command = COMMANDS[name]
-    if command.forwards:
-        _bring_torch()
-    module = _import(command.module)
-    code: int
-    if command.forwards:
-        code = module.main(arguments)
-        return code
+    module = _import(COMMANDS[name].module)
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",
         description=module.__doc__,
@@ -101,7 +93,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
     _bring_torch()
-    code = module.run(options)
+    code: int = module.run(options)
     return code
 
 

@@ -42,7 +42,7 @@ def draw(picture: Picture, layers: int, path: Path, pixels: int) -> int:
     """Writes .svg or .png with panels of about so many pixels; returns the number of panels."""
     panels = make_panels(picture, layers)
     if path.suffix.lower() == ".svg":
-        path.write_text(_svg(picture, panels, pixels), encoding="utf-8")
+        path.write_text(svg_text(picture, panels, pixels), encoding="utf-8")
     else:
         path.write_bytes(png_bytes(_image(picture, panels, pixels)))
     return len(panels)
@@ -76,13 +76,14 @@ def _image(picture: Picture, panels: list[Panel], pixels: int) -> Tensor:
     return torch.cat(rows, dim=1).permute(1, 2, 0).to(torch.uint8)
 
 
-def _svg(picture: Picture, panels: list[Panel], pixels: int) -> str:
+def svg_text(picture: Picture, panels: list[Panel], pixels: int, *, svg_id: str = "pattern") -> str:
     """Rectangles, one for each run of equal cells in a row, so that files stay small."""
     columns, gap = min(4, len(panels)), 28
     width = columns * (pixels + gap) + gap
     height = -(-len(panels) // columns) * (pixels + gap + 8) + gap + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'<svg id="{svg_id}" role="img" aria-label="{escape(_caption(picture))}" '
+        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" shape-rendering="crispEdges" font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{gap}" y="22" font-size="15">{escape(_caption(picture))}</text>',

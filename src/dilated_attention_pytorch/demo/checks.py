@@ -1,4 +1,4 @@
-"""The demo's first half: the library against its definition, in float64, forward and gradients."""
+"""The library against its definition, in float64, forward and gradients; the doctor asks here too."""
 
 from __future__ import annotations
 

@@ -1,0 +1,196 @@
+"""How time and memory of attention grow as the length doubles: dense, dilated and block-sparse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ..bench.measure import interleave
+from ..block_sparse import block_sparse_attention, build_block_pattern
+from ..core.host_memory import host_memory
+from ..plan import BlockPattern, Shape, plan_dilated
+from ..sparse_spec import SparsePatternConfig
+from ..spec import DilatedSpec, geometric_branches
+from .memory import peak_of
+
+HEADS, HEAD_DIM = 8, 64
+FIRST_LENGTH, LAST_LENGTH = 1024, 2**20
+FIRST_SEGMENT, STEP = 2048, 4
+BLOCK, KEPT = 128, 1024  # tokens of a block, and keys that a query keeps
+MEMORY_SHARE = 0.4  # of the available memory, that inputs and output may take
+ROUND_SECONDS = 0.8  # short calls are repeated about this long, and the fastest counts
+# Time at twice the length over time at the length, from above, and the share of the budget that one call may
+# take. The first in this order are the last to be given up.
+GROWTH = {"dilated": 2.5, "block-sparse": 2.5, "dense": 4.0}
+CALL_SHARE = {"dilated": 1.0, "block-sparse": 0.25, "dense": 0.25}
+NAMES = ("dense", "dilated", "block-sparse")  # as they are shown
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call: seconds, bytes at the peak beyond the inputs (None: not measurable), and the pairs scored
+    over those of dense causal attention."""
+
+    seconds: float
+    peak_bytes: int | None
+    pair_share: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured at a length, by name; what would have taken too long is not there."""
+
+    n: int
+    costs: Mapping[str, Cost]
+
+    @property
+    def speedup(self) -> float | None:
+        """Of dilated over dense attention, where both were measured."""
+        if "dense" not in self.costs or "dilated" not in self.costs:
+            return None
+        return self.costs["dense"].seconds / self.costs["dilated"].seconds
+
+
+def ladder(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Segment lengths and rates for a length: both grow fourfold until a segment spans it all."""
+    return geometric_branches(n, FIRST_SEGMENT, STEP)
+
+
+def block_pattern(n: int) -> BlockPattern:
+    """The nearest blocks that the branches of the ladder reach, about KEPT keys a query."""
+    share = min(1.0, 2 * KEPT / n)
+    segment_lengths, dilation_rates = ladder(n)
+    return build_block_pattern(
+        SparsePatternConfig("dilated_sparse", share, BLOCK),
+        n,
+        HEADS,
+        is_causal=True,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+    )
+
+
+def measure_row(n: int, *, names: Collection[str], rounds: int) -> Row:
+    """One causal forward call after the other on the same numbers; the fastest round counts.
+
+    The first call of each gives its memory; it is timed only if it is to be the only one.
+    """
+    pattern = block_pattern(n)
+    shares = pair_shares(n, pattern)
+    calls = {name: call for name, call in _calls(n, pattern).items() if name in names}
+    seconds, peaks = {}, {}
+    with torch.no_grad():
+        if n == FIRST_LENGTH:  # what is loaded and started once is no cost of a call
+            for call in calls.values():
+                call()
+        for name, call in calls.items():
+            start = time.perf_counter()
+            peaks[name] = peak_of(call)
+            seconds[name] = time.perf_counter() - start
+        if rounds > 1:
+            timings = interleave(calls, rounds, warmup=0)
+            seconds = {name: timing.minimum for name, timing in timings.items()}
+    return Row(n, {name: Cost(seconds[name], peaks[name], shares[name]) for name in calls})
+
+
+def _calls(n: int, pattern: BlockPattern) -> dict[str, Callable[[], object]]:
+    segment_lengths, dilation_rates = ladder(n)
+    q, k, v = (_random(n, seed) for seed in range(3))
+    # Dense attention gets the layout it likes best. The numbers do not matter here, so the memory is shared.
+    q_bhnd, k_bhnd, v_bhnd = (x.view(1, HEADS, n, HEAD_DIM) for x in (q, k, v))
+    return {
+        "dense": lambda: F.scaled_dot_product_attention(q_bhnd, k_bhnd, v_bhnd, is_causal=True),
+        "dilated": lambda: functional.dilated_attention(
+            q, k, v, segment_lengths, dilation_rates, is_causal=True
+        ),
+        "block-sparse": lambda: block_sparse_attention(q, k, v, pattern, is_causal=True),
+    }
+
+
+def pair_shares(n: int, pattern: BlockPattern) -> dict[str, float]:
+    """Pairs of a query and a key that each scores, over those of dense causal attention."""
+    spec = DilatedSpec(*ladder(n), is_causal=True)
+    plan = plan_dilated(spec, Shape(1, n, HEADS, HEADS, HEAD_DIM), itemsize=4, direction="forward")
+    dense = n * (n + 1) / 2
+    sparse = pattern.num_pairs / (len(pattern) * dense)
+    return {"dense": 1.0, "dilated": plan.num_pairs / (HEADS * dense), "block-sparse": sparse}
+
+
+def _random(n: int, seed: int) -> Tensor:
+    """(1, n, HEADS, HEAD_DIM) of random rows; beyond some length they repeat, which spares their drawing."""
+    period = min(n, 16384)
+    rows = torch.randn(1, period, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+    return rows.repeat(1, n // period, 1, 1)
+
+
+def doubling_rows(
+    budget: float, measure: Callable[..., Row] = measure_row, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[str | Row]:
+    """Says what comes next, then yields its row, for doubling lengths while time and memory last.
+
+    Dense attention takes four times as long at each step and the others about twice; nothing is begun that is
+    expected to end after the budget. What was left out once is left out at all greater lengths.
+    """
+    start, n, last = clock(), FIRST_LENGTH, None
+    while n <= LAST_LENGTH and _fits_memory(n):
+        left = budget - (clock() - start)
+        expected = dict.fromkeys(GROWTH, 0.0) if last is None else _affordable(last, budget, left)
+        if not expected:
+            return
+        # One round more than these is run first.
+        rounds = 3 if last is None else min(9, int(min(ROUND_SECONDS, left) / sum(expected.values())) - 1)
+        names = [name for name in NAMES if name in expected]
+        yield f"{', '.join(names)}: {n:,} tokens"
+        last = measure(n, names=names, rounds=max(1, rounds))
+        yield last
+        n *= 2
+
+
+def _affordable(last: Row, budget: float, left: float) -> dict[str, float]:
+    """Those of the last row that fit into the time left at twice its length, with what they may take."""
+    expected: dict[str, float] = {}
+    for name, growth in GROWTH.items():
+        if name in last.costs:
+            seconds = growth * last.costs[name].seconds
+            if seconds <= CALL_SHARE[name] * budget and seconds + sum(expected.values()) <= left:
+                expected[name] = seconds
+    return expected
+
+
+def _fits_memory(n: int) -> bool:
+    memory = host_memory()
+    needed = 4 * 4 * n * HEADS * HEAD_DIM
+    return needed < (MEMORY_SHARE * memory.available if memory is not None else 2**31)
+
+
+def summarize(rows: Sequence[Row]) -> str:
+    """One or two sentences that hold measured figures only."""
+    sentences = []
+    compared = [row for row in rows if row.speedup is not None]
+    if compared:
+        row = compared[-1]
+        dense, dilated = row.costs["dense"], row.costs["dilated"]
+        sentences.append(
+            f"At {row.n:,} tokens dense attention took {show_seconds(dense.seconds)} and dilated attention "
+            f"{show_seconds(dilated.seconds)}: {row.speedup:.1f} times as fast, with "
+            f"{dilated.pair_share:.1%} of the pairs."
+        )
+    for name in ("dilated", "block-sparse"):
+        longest = next((row for row in reversed(rows) if name in row.costs), None)
+        if longest is not None and (not compared or longest.n > compared[-1].n):
+            seconds = longest.costs[name].seconds
+            sentences.append(
+                f"{name.capitalize()} attention went on to {longest.n:,} tokens in {show_seconds(seconds)}, "
+                f"{longest.n / seconds:,.0f} tokens a second."
+            )
+    return " ".join(sentences) or "Nothing was timed."
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,175 @@
+"""A small language model of bytes, trained on Python's own library with the trainer of this package."""
+
+from __future__ import annotations
+
+import io
+import math
+import sysconfig
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..modules import LongNetLM
+from ..train.config import TrainConfig
+from ..train.loop import Run
+from ..train.metrics import Metrics, read_metrics
+from ..train.ranks import Ranks
+from ..train.signals import StopWish
+
+PROMPT = "def "
+SAMPLE_BYTES = 400
+TEMPERATURE, TOP_P, SEED = 0.9, 0.9, 0
+PROBE_STEPS = 6
+VALIDATIONS = 8  # of a run, about
+CURVE_POINTS = 40
+OVERTIME = 1.5  # a run that takes so many times what was planned is ended
+SETTINGS: dict[str, Any] = {
+    "validation_share": 0.04,
+    "d_model": 128,
+    "nhead": 4,
+    "num_layers": 3,
+    "dim_feedforward": 512,
+    "context_length": 1024,
+    "batch_size": 2,
+    "learning_rate": 3e-3,
+    "validation_windows": 8,
+    "checkpoint_every": 0,
+}
+
+# Step, of steps, and bits per byte: of the last training steps, and of a validation where there was one.
+Told = Callable[[int, int, float, float | None], None]
+_Heard = Callable[[int, float, float | None], None]  # without the number of steps
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run gave, in bits per byte by step: means of the training loss over spans of steps that end
+    there, and validations. `sample` follows PROMPT; it is None if the run was interrupted."""
+
+    files: int
+    parameters: int
+    context_length: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    train_bytes: int
+    validation_bytes: int
+    steps: int
+    steps_planned: int
+    seconds: float
+    losses: tuple[tuple[int, float], ...]
+    validations: tuple[tuple[int, float], ...]
+    is_interrupted: bool
+    sample: str | None = None
+
+
+def source_files() -> list[str]:
+    """The modules of the standard library that are single files, by name; none where only bytecode is."""
+    return sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+def make_config(files: Sequence[str], steps: int) -> TrainConfig:
+    """The settings of a run of so many steps."""
+    every = max(10, round(steps / VALIDATIONS))
+    return TrainConfig(
+        data=tuple(files), steps=steps, warmup_steps=min(20, steps // 5), validate_every=every, **SETTINGS
+    )
+
+
+def steps_within(seconds: float, files: Sequence[str]) -> int:
+    """How many steps take so many seconds, judged by a few of them."""
+    config = replace(make_config(files, PROBE_STEPS), validation_windows=1, validate_every=0)
+    with tempfile.TemporaryDirectory() as folder:
+        _run(config, Path(folder), StopWish(), lambda *_: None)
+        taken = [line["seconds"] for line in read_metrics(Path(folder)) if "loss" in line]
+    return max(1, int(seconds / median(taken[1:])))  # the first one starts what all use
+
+
+def train_model(
+    files: Sequence[str], steps: int, tell: Told, *, limit: float = math.inf
+) -> tuple[Training, LongNetLM]:
+    """Trains until the last step, Ctrl-C, or until `limit` seconds are over; tells of each step."""
+    config = make_config(files, steps)
+    start, is_late = time.perf_counter(), False
+    with tempfile.TemporaryDirectory() as folder, StopWish() as stop:
+
+        def told(step: int, loss: float, validation: float | None) -> None:
+            nonlocal is_late
+            tell(step, steps, loss, validation)
+            if time.perf_counter() - start > limit and not stop.is_made:
+                is_late = stop.is_made = True
+
+        run = _run(config, Path(folder), stop, told)
+        lines = read_metrics(Path(folder))
+    losses = [(line["step"], line["loss"] / math.log(2)) for line in lines if "loss" in line]
+    validations = [(x["step"], x["validation"]["bits_per_byte"]) for x in lines if "validation" in x]
+    model = run.state.model
+    training = Training(
+        len(files),
+        sum(x.numel() for x in model.parameters()),
+        config.context_length,
+        config.segment_lengths,
+        config.dilation_rates,
+        len(run.train_data),
+        len(run.validation_data),
+        run.step,
+        steps,
+        time.perf_counter() - start,
+        _means(losses),
+        tuple(validations),
+        stop.is_made and not is_late,
+    )
+    return training, model
+
+
+def write_sample(model: LongNetLM) -> str:
+    """What the model writes after PROMPT."""
+    prompt = list(PROMPT.encode())
+    tokens = model.generate(
+        torch.tensor([prompt]), SAMPLE_BYTES, do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
+    )
+    return bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
+
+
+class _Listener(Metrics):
+    """Metrics that are told on, in bits per byte, instead of printed; the loss is the mean of late ones."""
+
+    def __init__(self, folder: Path, config: TrainConfig, told: _Heard) -> None:
+        super().__init__(folder, config, 0, io.StringIO())
+        self.told = told
+        self.late: deque[float] = deque(maxlen=20)
+
+    @property
+    def loss(self) -> float:
+        return sum(self.late) / len(self.late)
+
+    def tell_step(self, step: int, loss: float, rate: float, norm: float, seconds: float) -> None:
+        super().tell_step(step, loss, rate, norm, seconds)
+        self.late.append(loss / math.log(2))
+        self.told(step, self.loss, None)
+
+    def tell_validation(self, step: int, result: dict[str, Any]) -> None:
+        super().tell_validation(step, result)
+        self.told(step, self.loss, result["bits_per_byte"])
+
+
+def _run(config: TrainConfig, folder: Path, stop: StopWish, told: _Heard) -> Run:
+    run, metrics = Run(config, folder, Ranks(torch.device("cpu"))), _Listener(folder, config, told)
+    try:
+        run.train(stop, metrics)
+    finally:
+        metrics.close()
+    return run
+
+
+def _means(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Of equal spans of steps, CURVE_POINTS at most, at their last steps."""
+    span = max(1, -(-len(losses) // CURVE_POINTS))
+    parts = [losses[i : i + span] for i in range(0, len(losses), span)]
+    return tuple((part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts)
