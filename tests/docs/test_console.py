@@ -1,4 +1,4 @@
-"""What pages print below `show` and `plan`, which need no files. (For the command line's own page: tests/cli.)"""
+"""What pages print below `show` and `plan`, which need no files; tests/cli has the page of the commands."""
 
 from __future__ import annotations
 
