@@ -18,7 +18,7 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench docs clean
 
 help:
 	@echo "make demo    check, measure and train on this machine, and write a report (HTML) of it"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make bench   measure this machine (ARGS=--help lists the options)"
+	@echo "make docs    the API reference, from the docstrings, into build/reference"
 	@echo "make clean   remove .venv and caches"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (both can be overridden, see Makefile)"
@@ -35,6 +36,9 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m dilated_attention_pytorch.bench $(ARGS)
+
+docs: $(STAMP)
+	@$(BIN)/python docs/build_reference.py build/reference
 
 test: lint types
 	@echo "tests"

@@ -11,19 +11,12 @@ from types import ModuleType
 
 import pytest
 
+from support.doors import DOORS
+
 PACKAGE = "dilated_attention_pytorch"
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / PACKAGE
 
-# Module paths that are promised, beside the rooms that hold the code.
-DOORS = {
-    "improved_dilated_attention_v2",
-    "block_sparse_factory",
-    "block_sparse_ring_dilated_attention",
-    "ring_dilated_attention_production",
-    "ring_dilated_attention_v2",
-    "ring_dilated_attention_v3",
-}
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
     {"spec", "core", "report"},
@@ -140,7 +133,7 @@ def assert_runs_silently(code: str) -> None:
 
 
 # Not triton: builds of torch for GPUs bring it along, and torch's flop counter imports it there.
-OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "safetensors", "transformers")
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "rich", "safetensors", "transformers")
 
 
 # None in sys.modules makes an import fail as if the package were not installed.

@@ -21,7 +21,7 @@ CAPACITY: dict[str, int] = {"low": 5, "medium": 7, "high": 10}  # idle buffers k
 
 
 class BufferType(str, Enum):
-    """What a buffer is for."""
+    """What a buffer is for: query, key, value, output, scores, weights, temp, comm, mask or cache."""
 
     QUERY = "query"
     KEY = "key"

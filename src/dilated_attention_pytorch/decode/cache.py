@@ -82,6 +82,7 @@ class DilatedKVCache:
 
     @property
     def batch_size(self) -> int:
+        """Rows of the stream."""
         return len(self._lengths)
 
     @property

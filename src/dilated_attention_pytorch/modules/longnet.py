@@ -104,7 +104,7 @@ class LongNet(PretrainedModel):
         return out
 
     def reset_parameters(self) -> None:
-        """Initialises all weights anew, for example after `to_empty` of a model made on the meta device."""
+        """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
         self.encoder.reset_parameters()
         self.decoder.reset_parameters()
 
@@ -158,7 +158,7 @@ class LongNetLM(PretrainedModel):
             nn.init.normal_(self.output_projection.weight, std=deviation)
 
     def reset_parameters(self) -> None:
-        """Initialises all weights anew, for example after `to_empty` of a model made on the meta device."""
+        """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
         self.decoder.reset_parameters()
         self._initialise_tokens()
 

@@ -107,6 +107,7 @@ class StackConfig:
         return {"model": self.model, **values}
 
     def to_json(self) -> str:
+        """`to_dict` as text, what config.json holds."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod

@@ -111,7 +111,7 @@ class LongNetViT(PretrainedModel):
         self._initialise_own()
 
     def reset_parameters(self) -> None:
-        """Initialises all weights anew, for example after `to_empty` of a model made on the meta device."""
+        """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
         self.encoder.reset_parameters()
         self._initialise_own()
 

@@ -30,13 +30,23 @@ POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
 
 
 class MultiheadDilatedAttention(MultiheadSkin):
-    """`MultiheadSkin` around `DilatedAttention`, for which are segment_lengths, dilation_rates, dropout (or
-    attention_dropout) and attention_options; the other arguments are those of `MultiheadSkin`.
+    """Projections around `DilatedAttention`: called like `nn.MultiheadAttention`, whose state dict it loads.
 
     Args:
+        embed_dim, num_heads: features of input and output, split evenly over the heads.
+        segment_lengths, dilation_rates, attention_options: of `DilatedAttention`.
+        dropout: probability to drop an attention weight, in training only; also `attention_dropout`.
+        layer_norm: normalise the attention output before `out_proj`, with `layer_norm_eps`; the sub-layer
+            norm of MAGNETO (arXiv:2210.06423), which LongNet uses and `nn.MultiheadAttention` has not.
+        gamma_init: gain of the initial weights of v_proj and out_proj; `magneto_gamma` gives it by depth.
+        batch_first: tensors are (b, n, embed_dim); (n, b, embed_dim) if False.
+        num_kv_heads: heads of key and value, a divisor of num_heads (grouped-query attention).
         position_encoding: None, "rotary" (`RotaryEmbedding`) or "xpos" (`XPos`), applied to queries and keys.
         rotary_base: base of the wavelengths of both.
         xpos_scale_base: positions over which the decay of "xpos" falls to its base.
+        bias, device, dtype: of the projections; the norm always has a bias.
+
+    It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input.
     """
 
     _attention_class: Callable[..., AttentionSkin] = DilatedAttention
@@ -123,7 +133,7 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`.
+    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`; takes its `sparse_config`.
 
     With several processes it takes parts of the sequence, as `RingMultiheadDilatedAttention` does.
     """

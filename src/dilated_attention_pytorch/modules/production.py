@@ -36,7 +36,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class RingAttentionConfig:
-    """What `RingDilatedAttentionProduction` does.
+    """Settings of `RingDilatedAttentionProduction`: branches, ring, memory, precision, recovery.
 
     Args:
         segment_lengths, dilation_rates, dropout: as in `DilatedAttention`.
@@ -149,9 +149,9 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         return self._manager.name
 
     def get_memory_stats(self) -> dict[str, Any]:
-        """The statistics of `memory_pool` and `pattern_cache` (empty without one); idle `buffers` by type.
+        """The statistics of `memory_pool` and `pattern_cache` (empty without one); idle buffers by type.
 
-        Each of `buffers` is (number, bytes). Pool and cache serve other modules, too.
+        Each of "buffers" is (number, bytes). Pool and cache serve other modules, too.
         """
         cache = self._pattern_cache
         return {

@@ -107,6 +107,7 @@ class RingSkin(AttentionSkin):
 
     @property
     def ring_size(self) -> int:
+        """Parts of the sequence: processes, or steps of one process."""
         return self.ring.size
 
     @property

@@ -142,6 +142,7 @@ class BlockPattern:
 
     @property
     def nbytes(self) -> int:
+        """What the pattern itself takes."""
         return self.starts.nbytes + self.columns.nbytes
 
     @cached_property

@@ -38,6 +38,7 @@ class Traffic:
     messages: int = 0  # sent
 
     def reset(self) -> None:
+        """Counts from zero again."""
         self.received_bytes = self.sent_bytes = self.messages = 0
 
 

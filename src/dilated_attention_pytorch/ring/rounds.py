@@ -79,6 +79,7 @@ class Schedule:
 
     @property
     def differs_by_batch(self) -> bool:
+        """Whether the rows of a batch attend to different keys, so that `needs` lists each."""
         return False
 
     @property
@@ -93,10 +94,12 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks, which are as many as shards."""
         return len(self.shard_lengths)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
+        """Where the shards begin, and the length of the sequence at the end."""
         return tuple(accumulate(self.shard_lengths, initial=0))
 
     def shard(self, rank: int) -> Range:
@@ -126,6 +129,7 @@ class Schedule:
 
     @property
     def rounds_a_lane(self) -> int:
+        """Steps in which a rank meets every piece of every other rank."""
         return (self.num_ranks - 1) * self.num_chunks
 
     @property
@@ -195,6 +199,7 @@ class Schedule:
         return self._bytes(self.received_rows, self.sent_rows, rank, direction)
 
     def sent_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        """What a rank sends in a pass, as `received_bytes` counts it."""
         return self._bytes(self.sent_rows, self.received_rows, rank, direction)
 
     def _bytes(
@@ -230,6 +235,7 @@ class Schedule:
         return 4 * self.lanes[0][1] * -(-each // self.num_chunks)
 
     def memory_bytes(self, rank: int, direction: Pass = "forward") -> int:
+        """The sum of `memory`."""
         return self.memory(rank, direction).total
 
 

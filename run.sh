@@ -1,1 +1,0 @@
-cd /tmp/wt && PYTHONPATH=/tmp/wt/src /work/main/.venv/bin/python -m pytest -q -p no:cacheprovider "$@"

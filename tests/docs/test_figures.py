@@ -1,0 +1,120 @@
+"""No figure without a record: tables of measurements are renderings of records, and prose repeats none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.bench.record import from_json
+from dilated_attention_pytorch.bench.tables import to_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTION = re.compile(r"<!-- (\w+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
+TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n)*", re.MULTILINE)
+# What is shown as code is an example or a setting, what stands in quotation marks is somebody's claim.
+ASIDE = re.compile(r"^```.*?^```$|^    .*$|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL | re.MULTILINE)
+# A cell that is a number, perhaps with a unit or a spread; or a ratio or share anywhere in one.
+CELL = re.compile(
+    r"^\**\d[\d.,]*\**(?:$|[,( ]*(?:[(±,]|m?s\b|[KMGT]i?B\b|[GT]FLOP))|\d\.\d\d|\d ?(?:%|times\b|x\b)"
+)
+UNIT = r"(?:ms|µs|(?:micro|milli)?seconds|[GT]FLOP/s|tokens (?:a|per) second)\b"
+THAN = r"(?:as (?:fast|slow|long|much)|faster|slower|less|more|longer|the (?:time|memory|peak|speed))\b"
+SENTENCE = re.compile(rf"\d ?{UNIT}|\d ?(?:%|times|x) {THAN}|(?:takes|took) \d\.\d")
+# Sections that are computed and not measured, and the tests that compare them.
+COMPUTED = {"plan": "tests/bench/test_ring.py"}
+
+
+def renderings(page: str) -> dict[str, str]:
+    """What the records that a page names render to."""
+    names = set(re.findall(r"benchmarks/results/(\w+\.json)", page))
+    return {name: to_markdown(from_json((RESULTS / name).read_text())).strip() for name in sorted(names)}
+
+
+def cells(table: str) -> list[str]:
+    """Cells of a table's body, without code and quotations."""
+    rows = ASIDE.sub("", table).splitlines()[2:]
+    return [cell.strip() for row in rows for cell in row.strip("| ").split("|")]
+
+
+def unrecorded_tables(text: str) -> list[str]:
+    """First lines of tables outside of sections that hold figures."""
+    outside = SECTION.sub("", text)
+    return [
+        table.partition("\n")[0]
+        for table in TABLE.findall(outside)
+        if any(CELL.search(cell) for cell in cells(table))
+    ]
+
+
+def unrecorded_sentences(text: str) -> list[str]:
+    prose = ASIDE.sub("", TABLE.sub("", SECTION.sub("", text)))
+    return [line for line in prose.splitlines() if SENTENCE.search(line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_measured_sections_are_renderings_of_records_that_the_page_names(page: Path) -> None:
+    text = page.read_text()
+    known = renderings(text)
+    for kind, section in SECTION.findall(text):
+        if kind in COMPUTED:
+            assert f"{kind.upper()}_BEGIN" in (ROOT / COMPUTED[kind]).read_text()
+        else:
+            assert kind == "bench", f"say here what renders the sections {kind}:begin of {page.name}"
+            assert section.strip() in known.values(), f"{page.name} holds no rendering of {sorted(known)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_stand_in_measured_sections_alone(page: Path) -> None:
+    text = page.read_text()
+    assert len(SECTION.findall(text)) == text.count(":begin -->") == text.count(":end -->")
+    assert not unrecorded_tables(text)
+    assert not unrecorded_sentences(text)
+
+
+def test_every_record_is_shown_somewhere() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    assert not [
+        path.name for path in RESULTS.glob("*.json") if f"benchmarks/results/{path.name}" not in pages
+    ]
+
+
+HEAD = "| case | result |\n|---|---|\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{HEAD}| forward | 12.5 ms |\n", True),
+        (f"{HEAD}| forward | **1.05**, met |\n", True),
+        (f"{HEAD}| forward | about 1.05 of it |\n", True),
+        (f"{HEAD}| forward | takes 20 % less |\n", True),
+        (f"{HEAD}| forward | 1,234 (1,300 ± 5) |\n", True),
+        (f"{HEAD}| forward | 7 |\n", True),
+        (f"{HEAD}| short | 48 calls in a row |\n", False),
+        (f"<!-- bench:begin -->\n{HEAD}| forward | 12.5 ms |\n<!-- bench:end -->\n", False),
+        (f"{HEAD}| `workspace_bytes` | `33554432` |\n", False),
+        (f'{HEAD}| "3.5x as fast" | not here |\n', False),
+        (f"{HEAD}| a pool | keeps results of 32 MiB |\n", False),
+    ],
+)
+def test_rule_sees_a_table_of_figures(text: str, found: bool) -> None:
+    assert bool(unrecorded_tables(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 1.3 times as long.\n", True),
+        ("A step is done in 12 ms.\n", True),
+        ("It is 28 % faster.\n", True),
+        ('They say "28 % faster".\n', False),
+        ("A key counts 2 times, and 32 MiB are set aside.\n", False),
+        ("```console\n$ demo\ndone in 12 ms\n```\n", False),
+    ],
+)
+def test_rule_sees_a_sentence_with_a_figure(text: str, found: bool) -> None:
+    assert bool(unrecorded_sentences(text)) == found
