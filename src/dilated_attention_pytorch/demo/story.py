@@ -16,7 +16,16 @@ from ..bench.machine import machine_facts, project_facts
 from .checks import Check, run_checks
 from .memory import why_no_peaks
 from .scaling import HEAD_DIM, HEADS, Row, doubling_rows, summarize
-from .training import OVERTIME, PROMPT, Training, source_files, steps_within, train_model, write_sample
+from .training import (
+    OVERTIME,
+    PROMPT,
+    Training,
+    plan_steps,
+    source_files,
+    train_model,
+    use_threads,
+    write_sample,
+)
 from .view import View
 
 Event = str | Row | BaseException | None  # what is being done, a result, a failure, or the end
@@ -46,7 +55,7 @@ class Findings:
 
 def gather(view: View, seconds: float, train_seconds: float, steps: int | None) -> Findings:
     """Checks, measures and trains, as long as Ctrl-C does not end it; `steps` goes before `train_seconds`."""
-    begin = time.perf_counter()
+    begin, machine = time.perf_counter(), machine_facts()  # first: it holds the load of others
     checks: list[Check] = []
     rows: list[Row] = []
     training: Training | None = None
@@ -68,17 +77,20 @@ def gather(view: View, seconds: float, train_seconds: float, steps: int | None) 
         why_no_training = _why_no_training(is_exact, files, train_seconds if steps is None else math.inf)
         if why_no_training is None and not is_interrupted:
             with view.training():
-                number = steps or steps_within(train_seconds, files)
-                limit = math.inf if steps else OVERTIME * train_seconds
-                training, model = train_model(files, number, view.show_loss, limit=limit)
-                is_interrupted = training.is_interrupted
-                if not is_interrupted:
-                    training = replace(training, sample=write_sample(model))
+                threads, limit = torch.get_num_threads(), math.inf
+                if steps is None:
+                    steps, threads = plan_steps(train_seconds, files)
+                    limit = OVERTIME * train_seconds
+                with use_threads(threads):
+                    training, model = train_model(files, steps, view.show_loss, limit=limit)
+                    is_interrupted = training.is_interrupted
+                    if not is_interrupted:
+                        training = replace(training, sample=write_sample(model))
             view.show_sample(training)
     except KeyboardInterrupt:
         is_interrupted = True
     return Findings(
-        machine_facts(),
+        machine,
         project_facts(),
         tuple(checks),
         tuple(rows),

@@ -8,7 +8,8 @@ import sysconfig
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from ..train.signals import StopWish
 PROMPT = "def "
 SAMPLE_BYTES = 400
 TEMPERATURE, TOP_P, SEED = 0.9, 0.9, 0
-PROBE_STEPS = 6
+PROBE_STEPS = 4
 VALIDATIONS = 8  # of a run, about
 CURVE_POINTS = 40
 OVERTIME = 1.5  # a run that takes so many times what was planned is ended
@@ -82,13 +83,34 @@ def make_config(files: Sequence[str], steps: int) -> TrainConfig:
     )
 
 
-def steps_within(seconds: float, files: Sequence[str]) -> int:
-    """How many steps take so many seconds, judged by a few of them."""
+def plan_steps(seconds: float, files: Sequence[str]) -> tuple[int, int]:
+    """How many steps take so many seconds, and with how many threads they do: torch's, or one.
+
+    For a small model on a busy machine threads may wait for each other longer than they compute.
+    """
+    choices = {threads: step_seconds(files, threads) for threads in {1, torch.get_num_threads()}}
+    threads = min(choices, key=choices.__getitem__)
+    return max(1, int(seconds / choices[threads])), threads
+
+
+def step_seconds(files: Sequence[str], threads: int) -> float:
+    """What a step takes, judged by a few of them."""
     config = replace(make_config(files, PROBE_STEPS), validation_windows=1, validate_every=0)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, use_threads(threads):
         _run(config, Path(folder), StopWish(), lambda *_: None)
-        taken = [line["seconds"] for line in read_metrics(Path(folder)) if "loss" in line]
-    return max(1, int(seconds / median(taken[1:])))  # the first one starts what all use
+        taken: list[float] = [line["seconds"] for line in read_metrics(Path(folder)) if "loss" in line]
+    return median(taken[1:])  # the first one starts what all use
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """So many threads of torch, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def train_model(
