@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.demo.checks import CONFIGURATIONS
+from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
 from support.chromium import ADVICE, Tab, find_chromium, open_tab
 
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}

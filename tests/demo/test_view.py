@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from dilated_attention_pytorch.bench.exactness import Check
 from dilated_attention_pytorch.demo import command
-from dilated_attention_pytorch.demo.checks import Check
 from dilated_attention_pytorch.demo.scaling import Cost, Row
 from dilated_attention_pytorch.demo.training import Training
 from dilated_attention_pytorch.demo.view import HEADINGS, PlainView, View, cells

@@ -105,7 +105,8 @@ def _add_scaling(page: Page, findings: Findings) -> None:
     if findings.why_no_peaks is None:
         page.figure(
             _cost_chart(findings, "memory", "Peak memory of a call", "MiB", _mebibytes),
-            "Beyond the inputs; the output, which is as large as the queries, counts.",
+            "Beyond the inputs; the output, which is as large as the queries, counts. Dense attention holds "
+            "only a few scores at a time here, so its memory grows with the length as well.",
         )
         page.table(*_cost_table(findings, "MiB", lambda cost: mebibytes(cost.peak_bytes or 0)))
     else:
@@ -147,7 +148,7 @@ def _cost_table(
     if unit == "ms":
         speedups = ["-" if row.speedup is None else f"{row.speedup:.1f} x" for row in findings.rows]
         rows = [(*row, speedup) for row, speedup in zip(rows, speedups, strict=True)]
-        head = (*head, "dilated over dense")
+        head = (*head, "speed-up of dilated")
     return head, rows
 
 

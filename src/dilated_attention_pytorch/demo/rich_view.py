@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from .checks import Check
+from ..bench.exactness import Check
 from .scaling import Row
 from .view import (
     CHECKS_HEAD,

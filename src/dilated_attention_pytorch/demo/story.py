@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..bench.exactness import Check, run_checks
 from ..bench.machine import machine_facts, project_facts
-from .checks import Check, run_checks
 from .memory import why_no_peaks
 from .scaling import HEAD_DIM, HEADS, Row, doubling_rows, summarize
 from .training import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Protocol
 
-from .checks import TOLERANCE, Check
+from ..bench.exactness import TOLERANCE, Check
 from .scaling import NAMES, Row, ladder
 
 if TYPE_CHECKING:

@@ -27,10 +27,11 @@ th { color: var(--faint); font-weight: 600; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 .words td:last-child { white-space: normal; }
 figure { margin: 1.2rem 0; }
-figure svg { display: block; width: 100%; min-width: 26rem; height: auto; }
+figure svg { display: block; width: 100%; min-width: 21rem; height: auto; }
 figcaption { color: var(--faint); font-size: .9rem; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .3rem; padding: .8rem;
   overflow-x: auto; font-size: .85rem; line-height: 1.4; }
+@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; } }
 @media print { .wide { overflow: visible; } pre { white-space: pre-wrap; } }
 """
 # Should a part ever ask for something from elsewhere, the browser refuses.
