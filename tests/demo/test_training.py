@@ -72,7 +72,7 @@ def test_steps_are_chosen_for_the_time(files: list[str], monkeypatch: pytest.Mon
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("alone", "together", "chosen"), [(0.5, 0.25, (40, 7)), (0.25, 4.0, (40, 1))])
+@pytest.mark.parametrize(("alone", "together", "chosen"), [(0.5, 0.25, (36, 7)), (0.25, 4.0, (36, 1))])
 def test_threads_are_those_that_are_faster(
     alone: float, together: float, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

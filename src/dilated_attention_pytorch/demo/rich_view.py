@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from ..bench.exactness import Check
 from .scaling import Row
+from .training import PROMPT, Training
 from .view import (
     CHECKS_HEAD,
     CHECKS_TITLE,
@@ -29,12 +29,10 @@ from .view import (
     explain_calls,
 )
 
-if TYPE_CHECKING:
-    from .training import Training
-
 STYLES = ("bold", "red", "green", "cyan", "bold", "red", "green", "cyan")  # of the columns of HEADINGS
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
+SAMPLE_LINES = 6
 
 
 class RichView:
@@ -110,10 +108,9 @@ class RichView:
                 Text.assemble(f"   {first:.2f} ", (curve, "green"), f" {last:.2f} bits per byte")
             )
         if training.sample is not None:
-            lines = training.sample.strip().splitlines()[:6]
-            self.console.print(
-                Padding(Text("\n".join(lines), style="yellow", overflow="ellipsis"), (1, 3, 0, 3))
-            )
+            written = [line for line in (PROMPT + training.sample).splitlines() if line.strip()]
+            shown = Text("\n".join(written[:SAMPLE_LINES]), "yellow", no_wrap=True, overflow="ellipsis")
+            self.console.print(Padding(shown, (1, 3, 0, 3)))
 
     def show_end(self, sentence: str, report: str) -> None:
         self.console.print()
