@@ -91,6 +91,12 @@ def test_curve_is_of_means() -> None:
     assert training._means(losses[:2]) == tuple(losses[:2])
 
 
+def test_a_library_without_source_gives_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert training.source_files() == []
+
+
 def test_data_are_python_sources_in_order() -> None:
     files = training.source_files()
     assert files == sorted(files)

@@ -14,7 +14,7 @@ from ..cli.text import show_bytes
 from ..report import Page, Series, line_chart
 from .scaling import HEAD_DIM, HEADS, NAMES, Cost
 from .story import Findings, summarize_all
-from .training import PROMPT, TEMPERATURE, TOP_P, Training
+from .training import TEMPERATURE, TOP_P, Training
 from .view import describe_model, explain_calls, mebibytes, milliseconds
 
 TITLE = "Dilated attention on this machine"
@@ -185,10 +185,10 @@ def _add_training(page: Page, findings: Findings) -> None:
         page.table(("step", "validation, bits per byte"), validated)
     if training.sample is not None:
         page.paragraph(
-            f"What it writes after {PROMPT!r}, with temperature {TEMPERATURE} among the likeliest bytes of "
-            f"probability {TOP_P}. It is a small model after a minute, so expect the look of Python only."
+            f"What it writes after {training.prompt!r}, with temperature {TEMPERATURE} among the likeliest "
+            f"bytes of probability {TOP_P}. A small model after a minute: expect the look of Python only."
         )
-        page.preformatted(PROMPT + training.sample)
+        page.preformatted(training.prompt + training.sample)
 
 
 def _loss_chart(training: Training) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,7 +17,6 @@ from rich.text import Text
 
 from ..bench.exactness import Check
 from .scaling import Row
-from .training import PROMPT, Training
 from .view import (
     CHECKS_HEAD,
     CHECKS_TITLE,
@@ -27,12 +27,15 @@ from .view import (
     cells,
     describe_model,
     explain_calls,
+    sample_lines,
 )
+
+if TYPE_CHECKING:
+    from .training import Training
 
 STYLES = ("bold", "red", "green", "cyan", "bold", "red", "green", "cyan")  # of the columns of HEADINGS
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
-SAMPLE_LINES = 6
 
 
 class RichView:
@@ -107,9 +110,8 @@ class RichView:
             self.console.print(
                 Text.assemble(f"   {first:.2f} ", (curve, "green"), f" {last:.2f} bits per byte")
             )
-        if training.sample is not None:
-            written = [line for line in (PROMPT + training.sample).splitlines() if line.strip()]
-            shown = Text("\n".join(written[:SAMPLE_LINES]), "yellow", no_wrap=True, overflow="ellipsis")
+        if lines := sample_lines(training):
+            shown = Text("\n".join(lines), "yellow", no_wrap=True, overflow="ellipsis")
             self.console.print(Padding(shown, (1, 3, 0, 3)))
 
     def show_end(self, sentence: str, report: str) -> None:
