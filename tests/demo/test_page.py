@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
-from support.chromium import ADVICE, Tab, find_chromium, open_tab
+from support.chromium import ADVICE, Browser, Tab, find_chromium, start_chromium
 
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
 BOXES = """Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
@@ -44,13 +44,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return path, json.loads(result.stdout)
 
 
-@pytest.fixture
-def tab() -> Iterator[Tab]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     program = find_chromium()
     if program is None:
         pytest.skip(ADVICE)
-    with open_tab(program) as tab:
-        yield tab
+    with start_chromium(program) as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    tab = Tab(browser)
+    yield tab
+    tab.close()
 
 
 def test_json_holds_what_was_found(report: tuple[Path, dict[str, Any]]) -> None:
