@@ -23,7 +23,7 @@ from .record import Result, make_result
 
 PARTS = (16, 8)  # the first lengths: these parts of what the bare tensors of the budget would allow
 MOST_RUNS = 6
-CLOSE = 0.98  # of the budget: near enough to stop
+AIM, CLOSE = 0.99, 0.97  # parts of the budget: what a run aims at, and what is near enough to stop
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def predict(budget: int, runs: list[Run]) -> int:
     slope, base = fit_line(sorted(runs, key=lambda run: run.n)[-2:])
     if slope <= 0.0:
         return 2 * max(run.n for run in runs)
-    return math.floor((0.995 * budget - base) / slope)
+    return math.floor((AIM * budget - base) / slope)
 
 
 def fit_line(runs: list[Run]) -> tuple[float, float]:
