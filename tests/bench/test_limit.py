@@ -45,27 +45,27 @@ class FakeMachine:
 
 
 def test_the_line_leads_to_the_limit_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = FakeMachine(base=100_000, slope=100)
+    machine = FakeMachine(base=100_000, slope=200)
     result = machine.run(monkeypatch, CASE)
     assert len(machine.lengths) == 3
-    longest = (2**20 - 100_000) // 100
+    longest = (2**20 - 100_000) // 200
     assert 0.98 * longest <= result.counts["confirmed"] <= longest
     assert result.counts["peak"] <= CASE.budget
-    assert (result.counts["bytes a token"], result.counts["fixed"]) == (100, 100_000)
+    assert (result.counts["bytes a token"], result.counts["fixed"]) == (200, 100_000)
     assert result.figures[0].value == result.counts["confirmed"]
 
 
 def test_a_length_that_does_not_fit_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = FakeMachine(base=100_000, slope=100, bend=6000)
+    machine = FakeMachine(base=100_000, slope=200, bend=3000)
     result = machine.run(monkeypatch, CASE)
     confirmed = result.counts["confirmed"]
     assert max(machine.lengths) > confirmed  # it was tried, and took too much
-    assert 100_000 + 100 * confirmed + 200 * max(0, confirmed - 6000) == result.counts["peak"] <= CASE.budget
+    assert 100_000 + 200 * confirmed + 400 * max(0, confirmed - 3000) == result.counts["peak"] <= CASE.budget
     assert confirmed in machine.lengths
 
 
 def test_a_budget_below_the_process_itself_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = FakeMachine(base=2**21, slope=100).run(monkeypatch, CASE)
+    result = FakeMachine(base=2**21, slope=200).run(monkeypatch, CASE)
     assert result.counts == {}
     assert "even 512 tokens take" in result.why_not
     assert "not measured: even 512 tokens take" in to_markdown(Record({}, {}, (result,)))
@@ -73,7 +73,7 @@ def test_a_budget_below_the_process_itself_is_said_so(monkeypatch: pytest.Monkey
 
 def test_the_guard_of_time_keeps_what_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = limit_case(TINY, budget=2**20, seconds=60.0)
-    machine = FakeMachine(base=100_000, slope=100, pace=0.01)  # about 95 s for the limit
+    machine = FakeMachine(base=100_000, slope=200, pace=0.02)  # about 95 s for the limit
     result = machine.run(monkeypatch, case)
     assert result.counts["confirmed"] == max(machine.lengths) == 1024
     assert "tokens would take about" in result.why_not
@@ -82,13 +82,14 @@ def test_the_guard_of_time_keeps_what_is_confirmed(monkeypatch: pytest.MonkeyPat
 
 def test_wrong_rows_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongAnswerError, match="limit of DilatedAttention, forward, n = "):
-        FakeMachine(base=0, slope=100, error=0.5).run(monkeypatch, CASE)
+        FakeMachine(base=0, slope=200, error=0.5).run(monkeypatch, CASE)
 
 
 def test_lines_and_times_of_runs() -> None:
     runs = [Run(100, 1100, 1.0, 0.0), Run(200, 2100, 4.0, 0.0)]
     assert fit_line(runs) == (10.0, 100.0)
-    assert predict(10_100, runs) == math.floor((0.99 * 10_100 - 100) / 10)
+    assert predict(10_100, runs, 1) == math.floor((0.99 * 10_100 - 100) / 10)
+    assert predict(10_100, runs, 20) == 200 + math.floor((0.99 * 10_100 - 2100) / 20)
     assert expected_seconds(runs, 400) == pytest.approx(16.0)  # grows with the square
     assert expected_seconds(runs[:1], 400) == pytest.approx(4.0)
     assert expected_seconds([], 400) == 0.0
