@@ -26,7 +26,7 @@ DOORS = {
 }
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"spec", "core", "report"},
+    {"spec", "core"},
     {"sparse_spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine", "flex"},
@@ -44,7 +44,6 @@ FLOORS = [
     {"bench", "train"},
     {"__init__"},
     {"cli"},
-    {"demo"},
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
