@@ -41,13 +41,15 @@ FLOORS = [
     {"factory", "integrations"},
     {"block_factory"},
     DOORS,
+    {"report"},
     {"bench", "train"},
     {"__init__"},
     {"cli"},
+    {"demo"},
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
-EXTRAS = {"bench": {"rich"}, "modules": {"safetensors"}, "integrations": {"transformers"}}
+EXTRAS = {"demo": {"rich"}, "modules": {"safetensors"}, "integrations": {"transformers"}}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 

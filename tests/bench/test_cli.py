@@ -1,9 +1,7 @@
-"""The command lines, end to end: the quick suite, rendering, refusals, and the demo."""
+"""The command line, end to end: the quick suite, rendering and refusals."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch import functional
-from dilated_attention_pytorch.bench import demo, demo_checks, session
+from dilated_attention_pytorch.bench import session
 from dilated_attention_pytorch.bench.cases import SUITES
 from dilated_attention_pytorch.bench.record import from_json
 from dilated_attention_pytorch.bench.tables import BEGIN, END
@@ -136,14 +134,3 @@ def test_usage_errors_come_before_measuring(
         found = int(str(error.code))
     assert found == code
     assert message in capsys.readouterr().err
-
-
-def test_demo_runs_with_a_tiny_budget() -> None:
-    ignored = "ignore:Failed to initialize NumPy:UserWarning"  # torch's remark, not ours
-    command = [sys.executable, "-W", "error", "-W", ignored, "-m", demo.__name__, "--seconds", "0.05"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.count(" ok\n") == len(demo_checks.CONFIGURATIONS) + 1
-    assert "1,024" in result.stdout
-    assert "At 1,024 tokens dense attention took" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from dilated_attention_pytorch.bench.exactness import Check
 from dilated_attention_pytorch.demo import command
-from dilated_attention_pytorch.demo.checks import Check
 from dilated_attention_pytorch.demo.scaling import Cost, Row
 from dilated_attention_pytorch.demo.training import Training
 from dilated_attention_pytorch.demo.view import HEADINGS, PlainView, View, cells
@@ -38,7 +38,8 @@ TRAINING = Training(
     losses=((20, 5.25), (40, 2.5)),
     validations=((40, 2.625),),
     is_interrupted=False,
-    sample="self):\n    return <1>\n",
+    prompt="def ",
+    sample="first(self):\n\n    return <1>" + 90 * "." + 9 * "\n...",
 )
 
 
@@ -73,10 +74,11 @@ def test_both_views_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     drawn, printed = console.file.getvalue(), capsys.readouterr().out
     for text in (drawn, printed):
         shown = ["WRONG", "1,048,576", "1,234,568", "12,346", "100.0 x", "16,384", "1,234,567 parameters"]
-        for each in (*shown, "The end.", "The report is in x.html"):
+        for each in (*shown, "def first(self):", "return <1>", "The end.", "The report is in x.html"):
             assert each in text, each
     assert max(map(len, printed.splitlines())) <= 80
-    assert "…" not in drawn  # rich shortens what does not fit
+    assert drawn.count("…") == 1  # rich shortens what does not fit: the sample's second line
+    assert [text.splitlines().count("   | ...") for text in (drawn, printed)] == [0, 4]
     assert "█" in drawn
 
 

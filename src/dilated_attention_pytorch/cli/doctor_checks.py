@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import block_sparse, functional
+from ..bench.exactness import TOLERANCE, Check, run_checks
 from ..bench.gate import TOLERANCES
-from ..demo.checks import TOLERANCE, Check, run_checks
 from ..kernels import KERNELS, Request
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..sparse_spec import SparsePatternConfig

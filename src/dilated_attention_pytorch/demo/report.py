@@ -14,7 +14,7 @@ from ..cli.text import show_bytes
 from ..report import Page, Series, line_chart
 from .scaling import HEAD_DIM, HEADS, NAMES, Cost
 from .story import Findings, summarize_all
-from .training import PROMPT, TEMPERATURE, TOP_P, Training
+from .training import TEMPERATURE, TOP_P, Training
 from .view import describe_model, explain_calls, mebibytes, milliseconds
 
 TITLE = "Dilated attention on this machine"
@@ -105,7 +105,8 @@ def _add_scaling(page: Page, findings: Findings) -> None:
     if findings.why_no_peaks is None:
         page.figure(
             _cost_chart(findings, "memory", "Peak memory of a call", "MiB", _mebibytes),
-            "Beyond the inputs; the output, which is as large as the queries, counts.",
+            "Beyond the inputs; the output, which is as large as the queries, counts. Dense attention holds "
+            "only a few scores at a time here, so its memory grows with the length as well.",
         )
         page.table(*_cost_table(findings, "MiB", lambda cost: mebibytes(cost.peak_bytes or 0)))
     else:
@@ -147,7 +148,7 @@ def _cost_table(
     if unit == "ms":
         speedups = ["-" if row.speedup is None else f"{row.speedup:.1f} x" for row in findings.rows]
         rows = [(*row, speedup) for row, speedup in zip(rows, speedups, strict=True)]
-        head = (*head, "dilated over dense")
+        head = (*head, "speed-up of dilated")
     return head, rows
 
 
@@ -184,10 +185,10 @@ def _add_training(page: Page, findings: Findings) -> None:
         page.table(("step", "validation, bits per byte"), validated)
     if training.sample is not None:
         page.paragraph(
-            f"What it writes after {PROMPT!r}, with temperature {TEMPERATURE} among the likeliest bytes of "
-            f"probability {TOP_P}. It is a small model after a minute, so expect the look of Python only."
+            f"What it writes after {training.prompt!r}, with temperature {TEMPERATURE} among the likeliest "
+            f"bytes of probability {TOP_P}. A small model after a minute: expect the look of Python only."
         )
-        page.preformatted(PROMPT + training.sample)
+        page.preformatted(training.prompt + training.sample)
 
 
 def _loss_chart(training: Training) -> str:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from .checks import Check
+from ..bench.exactness import Check
 from .scaling import Row
 from .view import (
     CHECKS_HEAD,
@@ -27,6 +27,7 @@ from .view import (
     cells,
     describe_model,
     explain_calls,
+    sample_lines,
 )
 
 if TYPE_CHECKING:
@@ -109,11 +110,9 @@ class RichView:
             self.console.print(
                 Text.assemble(f"   {first:.2f} ", (curve, "green"), f" {last:.2f} bits per byte")
             )
-        if training.sample is not None:
-            lines = training.sample.strip().splitlines()[:6]
-            self.console.print(
-                Padding(Text("\n".join(lines), style="yellow", overflow="ellipsis"), (1, 3, 0, 3))
-            )
+        if lines := sample_lines(training):
+            shown = Text("\n".join(lines), "yellow", no_wrap=True, overflow="ellipsis")
+            self.console.print(Padding(shown, (1, 3, 0, 3)))
 
     def show_end(self, sentence: str, report: str) -> None:
         self.console.print()

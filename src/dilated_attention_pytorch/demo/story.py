@@ -12,11 +12,20 @@ from typing import Any
 
 import torch
 
+from ..bench.exactness import Check, run_checks
 from ..bench.machine import machine_facts, project_facts
-from .checks import Check, run_checks
+from ..modules import LongNetLM
 from .memory import why_no_peaks
 from .scaling import HEAD_DIM, HEADS, Row, doubling_rows, summarize
-from .training import OVERTIME, PROMPT, Training, source_files, steps_within, train_model, write_sample
+from .training import (
+    OVERTIME,
+    Training,
+    plan_steps,
+    source_files,
+    train_model,
+    use_threads,
+    write_sample,
+)
 from .view import View
 
 Event = str | Row | BaseException | None  # what is being done, a result, a failure, or the end
@@ -46,7 +55,7 @@ class Findings:
 
 def gather(view: View, seconds: float, train_seconds: float, steps: int | None) -> Findings:
     """Checks, measures and trains, as long as Ctrl-C does not end it; `steps` goes before `train_seconds`."""
-    begin = time.perf_counter()
+    begin, machine = time.perf_counter(), machine_facts()  # first: it holds the load of others
     checks: list[Check] = []
     rows: list[Row] = []
     training: Training | None = None
@@ -67,27 +76,43 @@ def gather(view: View, seconds: float, train_seconds: float, steps: int | None) 
         files = source_files()
         why_no_training = _why_no_training(is_exact, files, train_seconds if steps is None else math.inf)
         if why_no_training is None and not is_interrupted:
-            with view.training():
-                number = steps or steps_within(train_seconds, files)
-                limit = math.inf if steps else OVERTIME * train_seconds
-                training, model = train_model(files, number, view.show_loss, limit=limit)
-                is_interrupted = training.is_interrupted
-                if not is_interrupted:
-                    training = replace(training, sample=write_sample(model))
-            view.show_sample(training)
+            training = train_in_view(view, files, train_seconds, steps)
+            is_interrupted = training.is_interrupted
     except KeyboardInterrupt:
         is_interrupted = True
     return Findings(
-        machine_facts(),
-        project_facts(),
-        tuple(checks),
-        tuple(rows),
-        why_no_peaks(),
-        training,
-        why_no_training,
-        time.perf_counter() - begin,
-        is_interrupted,
+        machine=machine,
+        project=project_facts(),
+        checks=tuple(checks),
+        rows=tuple(rows),
+        why_no_peaks=why_no_peaks(),
+        training=training,
+        why_no_training=why_no_training,
+        seconds=time.perf_counter() - begin,
+        is_interrupted=is_interrupted,
     )
+
+
+def train_in_view(view: View, files: Sequence[str], seconds: float, steps: int | None) -> Training:
+    """Trains for about so many seconds, unless the steps are given, and lets the model write."""
+    with view.training():
+        threads, limit = torch.get_num_threads(), math.inf
+        if steps is None:
+            steps, threads = plan_steps(seconds, files)
+            limit = OVERTIME * seconds
+        with use_threads(threads):
+            training, model = train_model(files, steps, view.show_loss, limit=limit)
+            if not training.is_interrupted:
+                training = _with_sample(training, model)
+    view.show_sample(training)
+    return training
+
+
+def _with_sample(training: Training, model: LongNetLM) -> Training:
+    try:
+        return replace(training, sample=write_sample(model))
+    except KeyboardInterrupt:  # what was learned is kept
+        return replace(training, is_interrupted=True)
 
 
 def _why_no_training(is_exact: bool, files: Sequence[str], seconds: float) -> str | None:
@@ -158,6 +183,4 @@ def to_json(findings: Findings) -> dict[str, Any]:
     values = asdict(findings)
     for check, known in zip(values["checks"], findings.checks, strict=True):
         check["passed"] = known.passed
-    if findings.training is not None:
-        values["training"]["prompt"] = PROMPT
     return {"summary": summarize_all(findings), **values}

@@ -8,7 +8,8 @@ import sysconfig
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,13 +24,15 @@ from ..train.metrics import Metrics, read_metrics
 from ..train.ranks import Ranks
 from ..train.signals import StopWish
 
+LEAST_BYTES = 2**18  # of text
 PROMPT = "def "
 SAMPLE_BYTES = 400
 TEMPERATURE, TOP_P, SEED = 0.9, 0.9, 0
-PROBE_STEPS = 6
+PROBE_STEPS = 4
 VALIDATIONS = 8  # of a run, about
 CURVE_POINTS = 40
-OVERTIME = 1.5  # a run that takes so many times what was planned is ended
+OVERTIME = 1.3  # a run that takes so many times what was planned is ended
+STEP_SHARE = 0.9  # of the time; the rest is for validations
 SETTINGS: dict[str, Any] = {
     "validation_share": 0.04,
     "d_model": 128,
@@ -51,7 +54,7 @@ _Heard = Callable[[int, float, float | None], None]  # without the number of ste
 @dataclass(frozen=True)
 class Training:
     """What a run gave, in bits per byte by step: means of the training loss over spans of steps that end
-    there, and validations. `sample` follows PROMPT; it is None if the run was interrupted."""
+    there, and validations. `sample` follows `prompt`; it is None if the run was interrupted."""
 
     files: int
     parameters: int
@@ -66,12 +69,18 @@ class Training:
     losses: tuple[tuple[int, float], ...]
     validations: tuple[tuple[int, float], ...]
     is_interrupted: bool
+    prompt: str
     sample: str | None = None
 
 
 def source_files() -> list[str]:
-    """The modules of the standard library that are single files, by name; none where only bytecode is."""
-    return sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    """The modules of the standard library that are single files, by name; none where there is little text.
+
+    Some distributions of Python have bytecode only, or all in an archive.
+    """
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    size = sum(file.stat().st_size for file in files)
+    return [str(file) for file in files] if size >= LEAST_BYTES else []
 
 
 def make_config(files: Sequence[str], steps: int) -> TrainConfig:
@@ -82,13 +91,34 @@ def make_config(files: Sequence[str], steps: int) -> TrainConfig:
     )
 
 
-def steps_within(seconds: float, files: Sequence[str]) -> int:
-    """How many steps take so many seconds, judged by a few of them."""
+def plan_steps(seconds: float, files: Sequence[str]) -> tuple[int, int]:
+    """How many steps take so many seconds, and with how many threads they do: torch's, or one.
+
+    For a small model on a busy machine threads may wait for each other longer than they compute.
+    """
+    choices = {threads: step_seconds(files, threads) for threads in {1, torch.get_num_threads()}}
+    threads = min(choices, key=choices.__getitem__)
+    return max(1, int(STEP_SHARE * seconds / choices[threads])), threads
+
+
+def step_seconds(files: Sequence[str], threads: int) -> float:
+    """What a step takes, judged by a few of them."""
     config = replace(make_config(files, PROBE_STEPS), validation_windows=1, validate_every=0)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, use_threads(threads):
         _run(config, Path(folder), StopWish(), lambda *_: None)
-        taken = [line["seconds"] for line in read_metrics(Path(folder)) if "loss" in line]
-    return max(1, int(seconds / median(taken[1:])))  # the first one starts what all use
+        taken: list[float] = [line["seconds"] for line in read_metrics(Path(folder)) if "loss" in line]
+    return median(taken[1:])  # the first one starts what all use
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """So many threads of torch, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def train_model(
@@ -111,30 +141,32 @@ def train_model(
     validations = [(x["step"], x["validation"]["bits_per_byte"]) for x in lines if "validation" in x]
     model = run.state.model
     training = Training(
-        len(files),
-        sum(x.numel() for x in model.parameters()),
-        config.context_length,
-        config.segment_lengths,
-        config.dilation_rates,
-        len(run.train_data),
-        len(run.validation_data),
-        run.step,
-        steps,
-        time.perf_counter() - start,
-        _means(losses),
-        tuple(validations),
-        stop.is_made and not is_late,
+        files=len(files),
+        parameters=sum(x.numel() for x in model.parameters()),
+        context_length=config.context_length,
+        segment_lengths=config.segment_lengths,
+        dilation_rates=config.dilation_rates,
+        train_bytes=len(run.train_data),
+        validation_bytes=len(run.validation_data),
+        steps=run.step,
+        steps_planned=steps,
+        seconds=time.perf_counter() - start,
+        losses=_means(losses),
+        validations=tuple(validations),
+        is_interrupted=stop.is_made and not is_late,
+        prompt=PROMPT,
     )
     return training, model
 
 
 def write_sample(model: LongNetLM) -> str:
-    """What the model writes after PROMPT."""
+    """What the model writes after PROMPT; characters that cannot be shown are replaced."""
     prompt = list(PROMPT.encode())
     tokens = model.generate(
         torch.tensor([prompt]), SAMPLE_BYTES, do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
     )
-    return bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
+    text = bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
+    return "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 class _Listener(Metrics):

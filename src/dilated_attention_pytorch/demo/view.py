@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Protocol
 
-from .checks import TOLERANCE, Check
+from ..bench.exactness import TOLERANCE, Check
 from .scaling import NAMES, Row, ladder
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ TIMING_TITLE = "2. Time and memory: causal attention, one forward call, fastest 
 TRAINING_TITLE = "3. A language model of bytes learns from Python's own library"
 # Times in milliseconds, then the speed-up of dilated over dense attention, then peaks of memory in MiB.
 HEADINGS = ("tokens", "dense ms", "dilated", "blocks", "speed-up", "dense MiB", "dilated", "blocks")
+SAMPLE_LINES = 6
 WIDTHS = (10, 10, 9, 9, 10, 11, 9, 9)
 
 
@@ -88,6 +89,14 @@ def describe_model(training: Training) -> str:
     )
 
 
+def sample_lines(training: Training) -> list[str]:
+    """The beginning of what the model wrote, without empty lines."""
+    if training.sample is None:
+        return []
+    written = (training.prompt + training.sample).expandtabs(4).splitlines()
+    return [line for line in written if line.strip()][:SAMPLE_LINES]
+
+
 class PlainView:
     """Prints each line once, when it is known."""
 
@@ -127,6 +136,8 @@ class PlainView:
 
     def show_sample(self, training: Training) -> None:
         self._print(*_indented(describe_model(training)))
+        if lines := sample_lines(training):
+            self._print("", *(f"   | {line[: WIDTH - 5]}" for line in lines))
 
     def show_end(self, sentence: str, report: str) -> None:
         self._print("", *textwrap.wrap(sentence, WIDTH), "", report)

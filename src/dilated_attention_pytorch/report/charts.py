@@ -22,7 +22,7 @@ MARKERS = (
     "M-6,-2h4v-4h4v4h4v4h-4v4h-4v-4h-4z",
 )
 MOST_MARKERS = 48  # of a series: more would hide its line
-WIDTH, HEIGHT, FONT = 640, 300, 14  # of the plot without the rows of text above and below it
+WIDTH, HEIGHT, FONT = 640, 300, 15  # of the plot without the rows of text above and below it
 LETTER = 0.58 * FONT  # about the width of a character
 
 

@@ -12,12 +12,12 @@ STYLE = """
   :root { --paper: #15181c; --ink: #e4e7ea; --faint: #9aa4ae; --line: #3a4149; --box: #1f2429; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1rem; max-width: 50rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 1rem 0 .5rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-bottom: .2rem;
   border-bottom: 1px solid var(--line); }
-p { margin: .6rem 0; max-width: 46rem; }
+p { margin: .6rem 0; }
 .lead { font-size: 1.15rem; }
 .wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -26,11 +26,12 @@ th, td { padding: .25rem 1.2rem .25rem 0; text-align: right; border-bottom: 1px 
 th { color: var(--faint); font-weight: 600; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 .words td:last-child { white-space: normal; }
-figure { margin: 1.2rem 0; max-width: 46rem; }
-figure svg { display: block; width: 100%; min-width: 26rem; height: auto; }
+figure { margin: 1.2rem 0; }
+figure svg { display: block; width: 100%; min-width: 21rem; height: auto; }
 figcaption { color: var(--faint); font-size: .9rem; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .3rem; padding: .8rem;
   overflow-x: auto; font-size: .85rem; line-height: 1.4; }
+@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; } }
 @media print { .wide { overflow: visible; } pre { white-space: pre-wrap; } }
 """
 # Should a part ever ask for something from elsewhere, the browser refuses.

@@ -1,4 +1,4 @@
-"""The library against its definition, in float64, forward and gradients; the doctor asks here too."""
+"""The library against its definition, in float64, forward and gradients: for the demo and the doctor."""
 
 from __future__ import annotations
 
