@@ -91,7 +91,7 @@ def test_a_wrong_candidate_is_not_reported(
 def test_rows_at_full_length_find_what_differs() -> None:
     for name in ("sdpa", "DilatedAttention", "BlockSparseDilatedAttention"):
         entry, rows = entry_of(name), [0, 63, 200]
-        tensors = make_inputs(entry, CONFIG, 1, 256, rows)
+        tensors = make_inputs(entry, CONFIG, 1, 256, backward=True, rows=rows)
         results = run_candidate(entry.make(CONFIG, 256), tensors, True)
         error = rows_error(entry, CONFIG, tensors, results, rows)
         assert error is not None
@@ -107,7 +107,7 @@ def test_rows_at_full_length_find_what_differs() -> None:
 
 def test_gradients_outside_of_the_rows_reach_count() -> None:
     entry, rows = entry_of("DilatedAttention"), [3]
-    tensors = make_inputs(entry, CONFIG, 1, 1024, rows)
+    tensors = make_inputs(entry, CONFIG, 1, 1024, backward=True, rows=rows)
     results = run_candidate(entry.make(CONFIG, 1024), tensors, True)
     results[2][0, 900] = 1.0  # another segment
     error = rows_error(entry, CONFIG, tensors, results, rows)

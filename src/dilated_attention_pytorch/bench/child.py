@@ -237,9 +237,10 @@ def measure_candidate(case: CompareCase, name: str) -> Measured:
     # Short, so that what it frees is too little for the measured call to hide in.
     short = max(config.block_size, min(case.n // 4, WARMUP_LENGTH))
     attend = entry.make(config, short)
-    run_candidate(attend, make_inputs(entry, config, 1, short), case.backward)
+    run_candidate(attend, make_inputs(entry, config, 1, short, backward=case.backward), case.backward)
     rows = choose_rows(config, case.n)
-    attend, tensors = entry.make(config, case.n), make_inputs(entry, config, case.b, case.n, rows)
+    attend = entry.make(config, case.n)
+    tensors = make_inputs(entry, config, case.b, case.n, backward=case.backward, rows=rows)
     peak_before = read_status("VmHWM")
     before = reset_peak_memory()
     start = time.perf_counter()

@@ -23,7 +23,7 @@ from .record import Result, make_result
 
 PARTS = (16, 8)  # the first lengths: these parts of what the bare tensors of the budget would allow
 MOST_RUNS = 6
-CLOSE = 0.98  # of the budget: near enough to stop
+AIM, CLOSE = 0.99, 0.97  # parts of the budget: what a run aims at, and what is near enough to stop
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,13 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run], end:
     for n in first_lengths(case):
         _check_time(runs, n, end)
         runs.append(measure(n))
+        if runs[0].peak > case.budget:
+            return
     while len(runs) < MOST_RUNS:
         fitting = max((run for run in runs if run.peak <= case.budget), key=lambda r: r.n, default=None)
         if fitting is not None and fitting.peak >= CLOSE * case.budget:
             return
-        n = predict(case.budget, runs)
+        n = predict(case.budget, runs, token_bytes(case))
         too_long = min((run.n for run in runs if run.peak > case.budget), default=n + 1)
         n = min(n, too_long - 1)
         if n < 1 or any(run.n == n for run in runs):
@@ -84,19 +86,23 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run], end:
 
 def first_lengths(case: LimitCase) -> list[int]:
     """Short lengths for the line: small parts of what the tensors alone would fill the budget with."""
-    config = case.config
-    tensors = 8 if case.backward else 4  # q, k, v, out, and the gradients of all
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    bound = case.budget // (case.b * config.h * config.d * itemsize * tensors)
-    return [max(1, bound // part) for part in PARTS]
+    return [max(1, case.budget // token_bytes(case) // part) for part in PARTS]
 
 
-def predict(budget: int, runs: list[Run]) -> int:
-    """The length that the line through the two longest runs leaves within the budget, a little below it."""
-    slope, base = fit_line(sorted(runs, key=lambda run: run.n)[-2:])
-    if slope <= 0.0:
-        return 2 * max(run.n for run in runs)
-    return math.floor((0.995 * budget - base) / slope)
+def token_bytes(case: LimitCase) -> int:
+    """What a token takes in q, k, v and out, and with gradients in theirs."""
+    itemsize: int = getattr(torch, case.config.dtype).itemsize
+    return case.b * case.config.h * case.config.d * itemsize * (8 if case.backward else 4)
+
+
+def predict(budget: int, runs: list[Run], least: int) -> int:
+    """The length that the line through the two longest runs leaves within the budget, a little below it.
+
+    A token takes `least` bytes or more: short runs may hide some in memory that was there before.
+    """
+    longest = sorted(runs, key=lambda run: run.n)[-2:]
+    slope = max(least, fit_line(longest)[0])
+    return longest[-1].n + math.floor((AIM * budget - longest[-1].peak) / slope)
 
 
 def fit_line(runs: list[Run]) -> tuple[float, float]:

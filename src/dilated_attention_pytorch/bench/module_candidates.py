@@ -37,6 +37,10 @@ class Entry:
     projects: bool = False  # takes x, has weights
     why_not: Callable[[bool], str | None] = lambda backward: None
 
+    @property
+    def num_inputs(self) -> int:
+        return 1 if self.projects else 3
+
 
 class Causal(nn.Module):
     """A module of this library that is told once whether it is causal; of pairs it returns the first."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..plan import BlockPattern
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from .config import Config
 from .gate import TOLERANCES, accept, attend_counted, choose_places, count_keys, largest_error, reach
@@ -30,17 +31,18 @@ ROW_KINDS = ("dense", "dilated", "block-sparse")
 
 
 def make_inputs(
-    entry: Entry, config: ModuleConfig, b: int, n: int, rows: Iterable[int] | None = None
+    entry: Entry, config: ModuleConfig, b: int, n: int, *, backward: bool, rows: Iterable[int] | None = None
 ) -> list[Tensor]:
-    """Seeded inputs, then the gradient of the output, which is zero but at `rows` of the first sequence.
+    """Seeded inputs: q, k and v, or x for a candidate with projections; with `backward` the gradient of out.
 
-    q, k and v, or x for a candidate with projections. `rows` None: the gradient is random everywhere.
+    The gradient is zero but at `rows` of the first sequence, if they are given, else random everywhere.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (b, n, config.h * config.d) if entry.projects else (b, n, config.h, config.d)
     dtype = getattr(torch, config.dtype)
-    count = 1 if entry.projects else 3
-    inputs = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(count)]
+    inputs = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(entry.num_inputs)]
+    if not backward:
+        return inputs
     if rows is None:
         return [*inputs, torch.randn(shape, generator=generator, dtype=dtype)]
     grad_out = torch.empty(shape, dtype=dtype).fill_(0.0)  # torch.zeros would leave the memory untouched
@@ -53,7 +55,8 @@ def run_candidate(attend: Attend, tensors: Sequence[Tensor], backward: bool) -> 
     """out, and with `backward` the gradients of the inputs and of the weights if it has any."""
     weights = list(attend.parameters()) if isinstance(attend, nn.Module) else []
     with torch.set_grad_enabled(backward):
-        leaves = [x.detach().requires_grad_(backward) for x in tensors[:-1]]
+        inputs = tensors[:-1] if backward else tensors
+        leaves = [x.detach().requires_grad_(backward) for x in inputs]
         out = attend(*leaves)
         gradients = torch.autograd.grad(out, [*leaves, *weights], tensors[-1]) if backward else ()
     return [out.detach(), *gradients]
@@ -63,13 +66,13 @@ def check_candidate(case: CompareCase, name: str) -> float:
     """The largest error of a candidate in a reduced copy of a case, or `WrongAnswerError`."""
     entry = entry_of(name)
     config, n = reduce_case(case, entry)
-    tensors = make_inputs(entry, config, case.b, n)
+    tensors = make_inputs(entry, config, case.b, n, backward=case.backward)
     attend = entry.make(config, n)
     results = run_candidate(attend, tensors, case.backward)
     exact = [x.double() for x in tensors]
     expected = run_candidate(_definition(entry, config, n, attend, tensors), exact, case.backward)
     # Not the gradients of weights: sums over all tokens, some of terms that cancel, as those of key biases.
-    pairs = list(zip(results, expected, strict=True))[: len(tensors)]
+    pairs = list(zip(results, expected, strict=True))[: 1 + entry.num_inputs]
     error = max(largest_error(*pair) for pair in pairs)
     return accept(f"{case.name}, {name}", error, TOLERANCES[config.dtype])
 
@@ -171,9 +174,12 @@ def rows_error(
     """
     if entry.projects or entry.kind not in ROW_KINDS:
         return None
-    q, k, v, grad_out = (x[0] for x in tensors)
+    q, k, v, *grad_out = (x[0] for x in tensors)
     out, *gradients = (x[0] for x in results)
-    counted = {t: _count_row(entry, config, len(q), t) for t in rows}
+    pattern = make_pattern(config, len(q)) if entry.kind == "block-sparse" else None
+    dilated = Config(config.h, config.d, (len(q),), (1,), config.is_causal)  # which is dense attention
+    dilated = dilated if entry.kind == "dense" else config.dilated
+    counted = {t: _count_row(pattern or dilated, len(q), t) for t in rows}
     spans = join_spans((lo, hi) for lo, hi, _ in counted.values())
     sums = {span: torch.zeros(2, span[1] - span[0], *q.shape[1:], dtype=torch.float64) for span in spans}
     errors = []
@@ -182,7 +188,7 @@ def rows_error(
         row, _ = attend_counted(query, keys, values, counts)
         errors.append(largest_error(out[t], row))
         if gradients:
-            dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[t].double())
+            dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[0][t].double())
             errors.append(largest_error(gradients[0][t], dq))
             first, last = next(span for span in spans if span[0] <= lo and hi <= span[1])
             sums[first, last][:, lo - first : hi - first] += torch.stack(of_keys)
@@ -194,19 +200,16 @@ def rows_error(
     return max(errors)
 
 
-def _count_row(entry: Entry, config: ModuleConfig, n: int, t: int) -> tuple[int, int, Tensor]:
+def _count_row(definition: BlockPattern | Config, n: int, t: int) -> tuple[int, int, Tensor]:
     """The keys from `lo` to `hi` that the query at `t` may meet, and how often each head does."""
-    if entry.kind == "block-sparse":
-        keys = visible_keys(make_pattern(config, n), 0, t)
-        lo, hi = int(keys.min()), int(keys.max()) + 1
-        counts = torch.zeros(config.h, hi - lo, dtype=torch.float64)
-        counts[:, keys - lo] = 1.0
-        return lo, hi, counts
-    dilated = config.dilated
-    if entry.kind == "dense":
-        dilated = Config(config.h, config.d, (n,), (1,), config.is_causal)
-    lo, hi = reach(dilated, n, t)
-    return lo, hi, count_keys(dilated, t, lo, hi)
+    if isinstance(definition, Config):
+        lo, hi = reach(definition, n, t)
+        return lo, hi, count_keys(definition, t, lo, hi)
+    keys = visible_keys(definition, 0, t)  # these patterns have one layout for all heads
+    lo, hi = int(keys.min()), int(keys.max()) + 1
+    counts = torch.zeros(1, hi - lo, dtype=torch.float64)
+    counts[:, keys - lo] = 1.0
+    return lo, hi, counts
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -56,8 +56,8 @@ def _gate(case: CompareCase, name: str) -> float:
 def _make(case: CompareCase, name: str) -> Candidate:
     """The candidate on inputs of the case, which have the same numbers for all of one kind."""
     entry = entry_of(name)
-    attend, tensors = entry.make(case.config, case.n), make_inputs(entry, case.config, case.b, case.n)
-    return partial(run_candidate, attend, tensors, case.backward)
+    tensors = make_inputs(entry, case.config, case.b, case.n, backward=case.backward)
+    return partial(run_candidate, entry.make(case.config, case.n), tensors, case.backward)
 
 
 def _dense_rounds(case: CompareCase, repeats: int, candidates: dict[str, Candidate]) -> dict[str, int]:

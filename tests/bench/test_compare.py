@@ -1,0 +1,116 @@
+"""Two records held against each other: known ratios, their intervals, and what stands in one only."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.bench.cases import MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.compare import bootstrap_ratio, compare_records, comparison_markdown
+from dilated_attention_pytorch.bench.config import Config
+from dilated_attention_pytorch.bench.module_cases import CompareCase, ModuleConfig
+from dilated_attention_pytorch.bench.record import Record, Result, make_result, to_json
+from dilated_attention_pytorch.cli.main import main
+
+CONFIG = ModuleConfig(2, 8, (64,), (1,))
+MACHINE: dict[str, str | int | float | None] = {"cpu": "Some CPU", "cores": 2, "threads": 2, "torch": "9.9"}
+NAMES = ("halved", "longer", "noisy", "once")
+
+
+def noisy(median: float, spread: float, seed: int, rounds: int = 15) -> tuple[float, ...]:
+    draw = random.Random(seed)
+    return tuple(median * (1 + spread * draw.uniform(-1, 1)) for _ in range(rounds))
+
+
+def compared(factors: dict[str, float], peak: int, seed: int, **changes: object) -> Result:
+    spreads = {"halved": 0.02, "longer": 0.02, "noisy": 0.5, "once": 0.0}
+    seconds = {
+        name: noisy(factor, spreads[name], seed + i, 1 if name == "once" else 15)
+        for i, (name, factor) in enumerate(factors.items())
+    }
+    case = replace(CompareCase("forward", CONFIG, 64, NAMES), **changes)  # type: ignore[arg-type]
+    return make_result(case, 15, 0.0, seconds, {"peak_extra halved": peak, "flops": 7})
+
+
+BEFORE = compared(dict.fromkeys(NAMES, 1.0), 100 * 2**20, 0)
+AFTER = compared({"halved": 0.5, "longer": 1.3, "noisy": 1.01, "once": 2.0}, 50 * 2**20, 100)
+PLAIN = Config(2, 8, (64,), (1,))
+OLD = make_result(MemoryCase("held", PLAIN, 64), 1, 0.0, {}, {"peak_extra": 2, "results": 1})
+TIMES = {"bare": (1.0,), "dilated": (1.0,)}
+NEW = make_result(TimeCase("timed", PLAIN, ((1, 64),)), 1, 0.0, TIMES, {"flops": 1})
+A, B = Record({}, MACHINE, (BEFORE, OLD)), Record({}, {**MACHINE, "threads": 1}, (AFTER, NEW))
+
+
+def test_known_ratios_are_found_with_their_intervals() -> None:
+    changes = {change.candidate: change for change in compare_records(A, B).changes}
+    halved, longer, unclear, once = (changes[name] for name in NAMES)
+    assert halved.ratio == pytest.approx(0.5, rel=0.03)
+    assert longer.ratio == pytest.approx(1.3, rel=0.03)
+    for change in (halved, longer, unclear):
+        assert change.low is not None
+        assert change.high is not None
+        assert change.low <= change.ratio <= change.high
+    verdicts = [change.verdict for change in (halved, longer, unclear, once)]
+    assert verdicts == ["faster", "slower", "no difference shown", "no interval: fewer than 3 rounds"]
+    assert (once.low, once.high, once.rounds) == (None, None, (1, 1))
+
+
+def test_the_interval_is_seeded_and_covers_the_truth_about_as_often_as_it_says() -> None:
+    a, b = noisy(1.0, 0.1, 1), noisy(1.2, 0.1, 2)
+    assert bootstrap_ratio(a, b) == bootstrap_ratio(a, b)
+    covered = 0
+    for seed in range(20):
+        low, high = bootstrap_ratio(noisy(1.0, 0.2, 2 * seed), noisy(1.2, 0.2, 2 * seed + 1))
+        covered += low <= 1.2 <= high
+    assert covered >= 17
+
+
+def test_bytes_and_what_stands_in_one_only() -> None:
+    comparison = compare_records(A, B)
+    (change,) = comparison.byte_changes  # flops are no bytes
+    assert (change.what, change.ratio) == ("peak_extra halved", 0.5)
+    assert (comparison.only_in_a, comparison.only_in_b) == (("held",), ("timed",))
+    assert comparison.warnings == ("threads differs: 2 and 1",)
+    text = comparison_markdown(comparison)
+    assert "**Warning**: threads differs: 2 and 1." in text
+    assert "| forward, peak_extra halved | 100.0 MiB | 50.0 MiB | 0.500 |" in text
+    assert "Only in A:\n\n- held" in text
+    assert "Only in B:\n\n- timed" in text
+
+
+def test_a_missing_candidate_is_named() -> None:
+    fewer = replace(AFTER, seconds={"halved": AFTER.seconds["halved"]})
+    comparison = compare_records(A, Record({}, MACHINE, (fewer,)))
+    assert [change.candidate for change in comparison.changes] == ["halved"]
+    assert set(comparison.only_in_a) == {"held", "forward, longer", "forward, noisy", "forward, once"}
+
+
+def test_other_sizes_are_not_compared() -> None:
+    comparison = compare_records(A, Record({}, MACHINE, (compared(dict.fromkeys(NAMES, 1.0), 1, 0, n=128),)))
+    assert comparison.changes == ()
+    assert "sizes differ" in comparison.warnings[0]
+    assert "Nothing in common was measured." in comparison_markdown(comparison)
+
+
+def test_compare_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, record in zip(files, (A, B), strict=True):
+        file.write_text(to_json(record))
+    table = tmp_path / "table.md"
+    assert main(["bench", "--compare", *map(str, files), "--markdown", str(table)]) == 0
+    shown = capsys.readouterr().out
+    assert shown == table.read_text()
+    row = next(line for line in shown.splitlines() if line.startswith("| forward, halved |"))
+    assert row.endswith("| 15 and 15 | faster |")
+    assert main(["bench", "--compare", *map(str, files), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["changes"][0]["verdict"] == "faster"
+    assert document["changes"][0]["ratio"] == pytest.approx(0.5, rel=0.03)
+    assert document["only_in_b"] == ["timed"]
+    files[0].write_text("{}")
+    assert main(["bench", "--compare", *map(str, files)]) == 2
+    assert "schema" in capsys.readouterr().err
