@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ settings.register_profile("search", **_common)
 # One thread a process: the tests are small, and pytest-xdist runs a process per core.
 torch.set_num_threads(1)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempts what torch and the tests have loaded from the search for garbage, which would last longer."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
