@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parents[1]
-# Ranks are forked from a server that has imported all but the tests: a start costs milliseconds. What torch imports
-# at first use is named here, too; each rank would take more than a second for it.
+# Ranks are forked from a server that has imported all but the tests: a start costs milliseconds. What torch
+# imports at first use is named here, too; each rank would take more than a second for it.
 PRELOADED = [
     "pytest",
     "torch._dynamo.backends.debugging",
