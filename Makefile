@@ -38,7 +38,7 @@ bench: $(STAMP)
 
 test: lint types
 	@echo "tests"
-	@$(BIN)/python -m pytest -n auto $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint"

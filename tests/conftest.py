@@ -18,6 +18,15 @@ settings.register_profile("search", **_common)
 torch.set_num_threads(1)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+# What takes longest, much of it in processes of its own. It comes first: a worker of pytest-xdist that is
+# done takes over from the end of another's list, and a long test there would leave cores idle.
+FIRST = {"bench", "cli", "core", "ring", "train"}
+FIRST |= {"test_block_exactness.py", "test_exactness.py", "test_examples.py", "test_readme.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.isdisjoint(item.path.parts))
+
 
 def pytest_collection_finish() -> None:
     """Exempts what torch and the tests have loaded from the search for garbage, which would last longer."""
