@@ -42,7 +42,7 @@ docs: $(STAMP)
 
 test: lint types
 	@echo "tests"
-	@$(BIN)/python -m pytest -n auto $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	@echo "lint"

@@ -49,13 +49,13 @@ def needed_rows(config: Inputs) -> Tensor:
     return rows.fill_diagonal_(0)
 
 
-def forward_bytes(config: Inputs, rank: int) -> int:
-    """A row of k and a row of v for everything needed from others."""
-    return int(needed_rows(config)[rank].sum()) * 2 * config.d * config.dtype.itemsize
+def forward_bytes(config: Inputs, rows: Tensor, rank: int) -> int:
+    """A row of k and a row of v for everything needed from others; `rows` are `needed_rows`."""
+    return int(rows[rank].sum()) * 2 * config.d * config.dtype.itemsize
 
 
-def backward_bytes(config: Inputs, rank: int) -> int:
+def backward_bytes(config: Inputs, rows: Tensor, rank: int) -> int:
     """k and v again, and dk and dv of what this rank has sent, in float32 or better."""
     accurate = torch.promote_types(config.dtype, torch.float32).itemsize
-    returned = int(needed_rows(config)[:, rank].sum()) * 2 * config.d * accurate
-    return forward_bytes(config, rank) + returned
+    returned = int(rows[:, rank].sum()) * 2 * config.d * accurate
+    return forward_bytes(config, rows, rank) + returned

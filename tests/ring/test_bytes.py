@@ -49,7 +49,11 @@ def test_ranks_receive_exactly_what_they_need(world: int, kind: type[Inputs]) ->
                 wrong.append(f"{name}: moved {moved}, planned {planned}")
         if isinstance(config, Blocks) or config.strategy == "ring":
             received = [(counts[0], counts[2]) for counts in moved]
-            needed = [(forward_bytes(config, rank), backward_bytes(config, rank)) for rank in range(world)]
+            rows = needed_rows(config)
+            needed = [
+                (forward_bytes(config, rows, rank), backward_bytes(config, rows, rank))
+                for rank in range(world)
+            ]
             # The masks of what is needed travel besides, a byte each.
             if not config.hidden and received != needed:
                 wrong.append(f"{name}: received {received}, needed {needed}")
@@ -109,4 +113,4 @@ def test_nothing_comes_from_the_future() -> None:
     received = [part["future"] for part in run_ranks(4, measure_future)]
     assert received[0][0] == 0  # the first rank attends to itself alone
     assert received[3][1] == 0  # and nobody needs the last one
-    assert [counts[0] for counts in received] == [forward_bytes(FUTURE, rank) for rank in range(4)]
+    assert [counts[0] for counts in received] == [forward_bytes(FUTURE, rows, rank) for rank in range(4)]

@@ -54,8 +54,8 @@ def test_bytes_are_those_of_the_dense_mask(config: Dilated) -> None:
     rows = needed_rows(config)
     row_bytes = 2 * config.d * config.dtype.itemsize
     for rank in range(len(config.shards)):
-        assert schedule.received_bytes(rank) == forward_bytes(config, rank)
-        assert schedule.received_bytes(rank, "backward") == backward_bytes(config, rank)
+        assert schedule.received_bytes(rank) == forward_bytes(config, rows, rank)
+        assert schedule.received_bytes(rank, "backward") == backward_bytes(config, rows, rank)
         assert schedule.sent_bytes(rank) == int(rows[:, rank].sum()) * row_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -22,9 +23,20 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parents[1]
-# Ranks are forked from a server that has imported torch, and no test: a start costs milliseconds.
+# Ranks are forked from a server that has imported all but the tests: a start costs milliseconds. What torch
+# imports at first use is named here, too; each rank would take more than a second for it.
+PRELOADED = [
+    "pytest",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.config",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "dilated_attention_pytorch.modules",
+    "dilated_attention_pytorch.ring",
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "torch", "torch.distributed", "dilated_attention_pytorch"])
+_CONTEXT.set_forkserver_preload(PRELOADED)
 
 RankFunction = Callable[..., Any]  # (rank, *args), at the top level of a file below tests/
 
@@ -125,6 +137,7 @@ def _rank(
 
 def _settle() -> None:
     """The settings of tests/conftest.py and pyproject.toml for this process."""
+    gc.freeze()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
