@@ -56,7 +56,7 @@ def make_page(findings: Findings, command: str) -> Page:
 def _facts(findings: Findings) -> Iterator[tuple[str, str]]:
     machine, project = findings.machine, findings.project
     yield "processor", f"{machine['cpu']}, {machine['cpu_capability']}"
-    yield "cores and threads", f"{machine['cores']} cores, {machine['threads']} threads of torch"
+    yield "cores and threads", f"{machine['cores']} cores, of which torch uses {machine['threads']}"
     if machine["load"] is not None:
         yield "load", f"{machine['load']:g} processes wanted to run in the last minute"
     if machine["memory_bytes"] is not None:
