@@ -175,7 +175,8 @@ def _add_training(page: Page, findings: Findings) -> None:
         return
     page.paragraph(
         f"A LongNetLM of bytes with dilated attention: {describe_model(training)} Trained in "
-        f"{training.seconds:.0f} s, {training.steps:,} of {training.steps_planned:,} steps{_why_fewer(training)}."
+        f"{training.seconds:.0f} s, {training.steps:,} of {training.steps_planned:,} steps"
+        f"{_why_fewer(training)}."
     )
     page.figure(
         _loss_chart(training), "Training: means over equal spans of steps. Validation: files it never saw."
