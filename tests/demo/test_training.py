@@ -83,12 +83,13 @@ def test_threads_are_those_that_are_faster(
 
 
 def test_curve_is_of_means() -> None:
-    losses = [(i + 1, float(i)) for i in range(90)]
+    losses = [(i + 1, float(i)) for i in range(100)]
     means = training._means(losses)
-    assert means[0] == (3, 1.0)
-    assert means[-1] == (90, 88.0)
-    assert len(means) == 30
+    assert means[:3] == ((2, 0.5), (5, 3.0), (7, 5.5))
+    assert means[-1] == (100, 98.0)
+    assert len(means) == training.CURVE_POINTS
     assert training._means(losses[:2]) == tuple(losses[:2])
+    assert training._means([]) == ()
 
 
 def test_a_library_without_source_gives_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

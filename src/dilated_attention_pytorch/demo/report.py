@@ -56,7 +56,7 @@ def make_page(findings: Findings, command: str) -> Page:
 def _facts(findings: Findings) -> Iterator[tuple[str, str]]:
     machine, project = findings.machine, findings.project
     yield "processor", f"{machine['cpu']}, {machine['cpu_capability']}"
-    yield "cores and threads", f"{machine['cores']} cores, {machine['threads']} threads of torch"
+    yield "cores and threads", f"{machine['cores']} cores, of which torch uses {machine['threads']}"
     if machine["load"] is not None:
         yield "load", f"{machine['load']:g} processes wanted to run in the last minute"
     if machine["memory_bytes"] is not None:
@@ -105,8 +105,8 @@ def _add_scaling(page: Page, findings: Findings) -> None:
     if findings.why_no_peaks is None:
         page.figure(
             _cost_chart(findings, "memory", "Peak memory of a call", "MiB", _mebibytes),
-            "Beyond the inputs; the output, which is as large as the queries, counts. Dense attention holds "
-            "only a few scores at a time here, so its memory grows with the length as well.",
+            "Beyond the inputs; the output, which is as large as the queries, counts. On CPUs PyTorch's "
+            "dense attention holds only a few scores at a time, so its memory grows with the length as well.",
         )
         page.table(*_cost_table(findings, "MiB", lambda cost: mebibytes(cost.peak_bytes or 0)))
     else:
@@ -175,7 +175,8 @@ def _add_training(page: Page, findings: Findings) -> None:
         return
     page.paragraph(
         f"A LongNetLM of bytes with dilated attention: {describe_model(training)} Trained in "
-        f"{training.seconds:.0f} s, {training.steps:,} of {training.steps_planned:,} steps."
+        f"{training.seconds:.0f} s, {training.steps:,} of {training.steps_planned:,} steps"
+        f"{_why_fewer(training)}."
     )
     page.figure(
         _loss_chart(training), "Training: means over equal spans of steps. Validation: files it never saw."
@@ -189,6 +190,12 @@ def _add_training(page: Page, findings: Findings) -> None:
             f"bytes of probability {TOP_P}. A small model after a minute: expect the look of Python only."
         )
         page.preformatted(training.prompt + training.sample)
+
+
+def _why_fewer(training: Training) -> str:
+    if training.steps == training.steps_planned:
+        return ""
+    return ", when it was interrupted" if training.is_interrupted else ", when its time was up"
 
 
 def _loss_chart(training: Training) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from ..train.signals import StopWish
 LEAST_BYTES = 2**18  # of text
 PROMPT = "def "
 SAMPLE_BYTES = 400
-TEMPERATURE, TOP_P, SEED = 0.9, 0.9, 0
+TEMPERATURE, TOP_P, SEED = 1.0, 0.95, 0
 PROBE_STEPS = 4
 VALIDATIONS = 8  # of a run, about
 CURVE_POINTS = 40
@@ -85,7 +86,7 @@ def source_files() -> list[str]:
 
 def make_config(files: Sequence[str], steps: int) -> TrainConfig:
     """The settings of a run of so many steps."""
-    every = max(10, round(steps / VALIDATIONS))
+    every = max(10, -(-steps // VALIDATIONS))
     return TrainConfig(
         data=tuple(files), steps=steps, warmup_steps=min(20, steps // 5), validate_every=every, **SETTINGS
     )
@@ -201,7 +202,8 @@ def _run(config: TrainConfig, folder: Path, stop: StopWish, told: _Heard) -> Run
 
 
 def _means(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Of equal spans of steps, CURVE_POINTS at most, at their last steps."""
-    span = max(1, -(-len(losses) // CURVE_POINTS))
-    parts = [losses[i : i + span] for i in range(0, len(losses), span)]
+    """Of spans of steps that are about equal, CURVE_POINTS at most, at their last steps."""
+    count = min(CURVE_POINTS, len(losses))
+    edges = [len(losses) * i // max(1, count) for i in range(count + 1)]
+    parts = [losses[start:stop] for start, stop in pairwise(edges)]
     return tuple((part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts)

@@ -31,7 +31,8 @@ figure svg { display: block; width: 100%; min-width: 21rem; height: auto; }
 figcaption { color: var(--faint); font-size: .9rem; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .3rem; padding: .8rem;
   overflow-x: auto; font-size: .85rem; line-height: 1.4; }
-@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; } }
+@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; }
+  th { white-space: normal; } }
 @media print { .wide { overflow: visible; } pre { white-space: pre-wrap; } }
 """
 # Should a part ever ask for something from elsewhere, the browser refuses.
