@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_markdown_shows_figures_targets_and_origin() -> None:
 
 def test_markdown_comes_from_the_json_alone() -> None:
     assert to_markdown(from_json(to_json(RECORD))) == to_markdown(RECORD)
+
+
+@pytest.mark.parametrize(("record", "name"), [("cpu", "bench"), ("modules", "modules"), ("limit", "limit")])
+def test_tables_of_the_page_are_renderings_of_the_records(record: str, name: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "benchmarks.md").read_text()
+    table = to_markdown(from_json((root / "benchmarks" / "results" / f"{record}.json").read_text()))
+    markers = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    assert replace_between_markers(text, table, *markers) == text
 
 
 def test_replace_between_markers_keeps_the_rest_and_is_idempotent() -> None:

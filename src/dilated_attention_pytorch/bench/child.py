@@ -27,10 +27,8 @@ from .gate import largest_error, make_call, rows_error, run_call
 from .measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 from .model_cases import ModelCase
 from .model_child import measure_model
-from .module_candidates import entry_of
 from .module_cases import CompareCase
-from .module_gate import choose_rows, make_inputs, run_candidate
-from .module_gate import rows_error as rows_error_of
+from .module_child import measure_candidate
 from .ring_cases import RingConfig, RingStepsCase
 from .ring_child import attend as ring_attend
 from .ring_child import make_tensors
@@ -231,26 +229,6 @@ def run_module(module: torch.nn.Module, tensors: list[Tensor], backward: bool) -
     return [out.detach(), *(torch.autograd.grad(out, leaves, tensors[3]) if backward else ())]
 
 
-def measure_candidate(case: CompareCase, name: str) -> Measured:
-    """Peak memory of one call of a candidate: above that of the inputs, and of the whole process."""
-    entry, config = entry_of(name), case.config
-    # Short, so that what it frees is too little for the measured call to hide in.
-    short = max(config.block_size, min(case.n // 4, WARMUP_LENGTH))
-    attend = entry.make(config, short)
-    run_candidate(attend, make_inputs(entry, config, 1, short, backward=case.backward), case.backward)
-    rows = choose_rows(config, case.n)
-    attend = entry.make(config, case.n)
-    tensors = make_inputs(entry, config, case.b, case.n, backward=case.backward, rows=rows)
-    peak_before = read_status("VmHWM")
-    before = reset_peak_memory()
-    start = time.perf_counter()
-    results = run_candidate(attend, tensors, case.backward)
-    seconds = time.perf_counter() - start
-    peak = read_status("VmHWM")
-    nbytes = {"peak_extra": peak - before, "peak_total": max(peak_before, peak)}
-    return Measured(rows_error_of(entry, config, tensors, results, rows), nbytes, {"attention": (seconds,)})
-
-
 def input_and_result_bytes(case: Case) -> int:
     """Bytes of all tensors that a case in a process of its own holds at once."""
     if isinstance(case, (PatternCase, ModelCase)):
@@ -294,7 +272,7 @@ def main() -> None:
         elif isinstance(case, ModuleMemoryCase):
             measured = measure_module(case, request["variant"])
         elif isinstance(case, CompareCase):
-            measured = measure_candidate(case, request["variant"])
+            measured = Measured(*measure_candidate(case, request["variant"]))
         elif isinstance(case, RingStepsCase):
             measured = (
                 time_ring_modules(case, request["repeats"])

@@ -85,7 +85,7 @@ def compare_cases(
     """One case a pass (True with gradients) and length."""
     return tuple(
         CompareCase(
-            f"{'training' if backward else 'forward'}, n = {n}",
+            f"{'training' if backward else 'forward'} at {n}",
             config,
             n,
             candidates,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 from ..report.charts import Series, line_chart
 from ..report.page import Page
-from .figures import show_value
 from .measure import Timing
 from .module_cases import CompareCase
 from .record import Record, Result
@@ -38,7 +37,7 @@ def _add_charts(page: Page, name: str, results: list[Result]) -> None:
     page.heading(f"Over the length: {name}")
     charts: list[tuple[str, str, Callable[[Result, str], Point | None], Callable[[float], str]]] = [
         ("time", "median of a call; whiskers from the fastest to the slowest", _time_point, _show_seconds),
-        ("memory", "peak memory that a call adds to its inputs", _memory_point, _show_bytes),
+        ("memory", "peak memory that a call adds to its inputs", _memory_point, _show_mebibytes),
     ]
     for what, caption, point, text in charts:
         series = list(_series(results, point))
@@ -79,7 +78,7 @@ def _time_point(result: Result, name: str) -> Point | None:
 
 
 def _memory_point(result: Result, name: str) -> Point | None:
-    peak = result.counts.get(f"peak_extra {name}", 0)
+    peak = result.counts.get(f"peak_extra {name}", 0) / 2**20
     return (_case(result).n, peak, peak, peak) if peak > 0 else None
 
 
@@ -87,8 +86,8 @@ def _show_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
-def _show_bytes(value: float) -> str:
-    return show_value(value, "bytes")
+def _show_mebibytes(value: float) -> str:
+    return f"{value:,.4g} MiB"
 
 
 def _plain(text: str) -> str:

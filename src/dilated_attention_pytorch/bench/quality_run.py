@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..train.config import TrainConfig
+from ..train.data import standard_library_files
 from ..train.loop import Run
 from ..train.ranks import Ranks
 from .config import Config
@@ -71,8 +70,7 @@ def train_config(case: QualityCase, attention: str) -> TrainConfig:
     sparse = {"pattern_type": "global_local", "sparsity_ratio": case.kept, "block_size": case.block_size}
     is_sparse = attention == "block-sparse"
     return TrainConfig(
-        data=standard_library(),
-        suffixes=(".py",),
+        data=tuple(standard_library_files()),
         d_model=config.h * config.d,
         nhead=config.h,
         num_layers=case.layers,
@@ -89,14 +87,6 @@ def train_config(case: QualityCase, attention: str) -> TrainConfig:
         validation_windows=case.validation_tokens // case.n,
         device="cpu",
     )
-
-
-def standard_library() -> tuple[str, ...]:
-    """The modules of Python's standard library that are written in Python; nothing that was installed."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
-    found = [folder / f"{name}.py" for name in names] + [folder / name for name in names]
-    return tuple(str(path) for path in found if path.is_file() or (path / "__init__.py").is_file())
 
 
 def _dense(case: QualityCase) -> Config:

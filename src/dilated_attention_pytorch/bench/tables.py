@@ -285,7 +285,8 @@ def origin(record: Record) -> str:
     dtypes = sorted({result.case.config.dtype for result in record.results}, reverse=True) or ["float32"]
     timed = [x for x in record.results if x.seconds and not isinstance(x.case, QualityCase)]
     repeats = sorted({result.repeats for result in timed})
-    rounds = f", {' or '.join(map(str, repeats))} rounds" if repeats else ""
+    word = "round" if repeats == [1] else "rounds"
+    rounds = f", {' or '.join(map(str, repeats))} {word}" if repeats else ""
     legend = " Times: minimum (median ± half the quartile distance)." if repeats else ""
     load = machine.get("load")
     busy = "" if load is None else f", load average {load} before the run"

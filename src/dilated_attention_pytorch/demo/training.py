@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import sysconfig
 import tempfile
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 
 from ..modules import LongNetLM
 from ..train.config import TrainConfig
+from ..train.data import standard_library_files
 from ..train.loop import Run
 from ..train.metrics import Metrics, read_metrics
 from ..train.ranks import Ranks
@@ -75,13 +75,9 @@ class Training:
 
 
 def source_files() -> list[str]:
-    """The modules of the standard library that are single files, by name; none where there is little text.
-
-    Some distributions of Python have bytecode only, or all in an archive.
-    """
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    size = sum(file.stat().st_size for file in files)
-    return [str(file) for file in files] if size >= LEAST_BYTES else []
+    """Python's own source; none where there is little of it, as with distributions that ship bytecode."""
+    files = standard_library_files()
+    return files if sum(Path(file).stat().st_size for file in files) >= LEAST_BYTES else []
 
 
 def make_config(files: Sequence[str], steps: int) -> TrainConfig:

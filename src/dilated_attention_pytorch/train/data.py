@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ def open_corpus(paths: Sequence[str], suffixes: Sequence[str] = ()) -> Corpus:
         raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths) or 'none'}")
     ends = tuple(accumulate(size for _, size in sized))
     return Corpus(tuple(file for file, _ in sized), ends, 0, ends[-1])
+
+
+def standard_library_files() -> list[str]:
+    """Text that every machine has: the standard library's modules that are single files, by name.
+
+    None where only bytecode is installed.
+    """
+    return sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
