@@ -26,7 +26,7 @@ class QualityCase:
     batch_tokens: int = 8192  # of a step, whatever the context
     dim_feedforward: int = 512
     learning_rate: float = 2e-3
-    block_size: int = 64
+    block_size: int = 128
     validation_tokens: int = 2**17
     quality_target: float | None = None
     time_target: float | None = None
@@ -38,8 +38,8 @@ _LONG = Config(4, 32, (1024, 4096, 8192), (1, 4, 8), is_causal=True)
 _QUICK = Config(2, 16, (32, 128), (1, 4), is_causal=True)
 
 QUALITY_SUITE = (
-    QualityCase("context 1024", _SHORT, 1024, 0.3, 300),
-    QualityCase("context 8192", _LONG, 8192, 0.17, 300, quality_target=1.02, time_target=1.0),
+    QualityCase("context 1024", _SHORT, 1024, 0.3, 200),
+    QualityCase("context 8192", _LONG, 8192, 0.17, 200, quality_target=1.02, time_target=1.0),
 )
 QUALITY_QUICK = (
     QualityCase("quick quality", _QUICK, 128, 0.5, 3, 1, 512, 32, block_size=16, validation_tokens=512),
