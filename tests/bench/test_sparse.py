@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention_pytorch import BlockPattern, block_sparse
 from dilated_attention_pytorch.bench import child, measure, run, sparse_candidates, sparse_gate
-from dilated_attention_pytorch.bench.cases import DEFAULT_SUITES, SUITES
+from dilated_attention_pytorch.bench.cases import SUITES
 from dilated_attention_pytorch.bench.child import Measured
 from dilated_attention_pytorch.bench.gate import TOLERANCE, WrongAnswerError
 from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
@@ -41,7 +41,6 @@ def patterns_of(case: SparseTimeCase) -> dict[str, BlockPattern]:
 
 
 def test_sizes_and_targets_are_the_documented_ones() -> None:
-    assert "sparse" not in DEFAULT_SUITES
     by_name = {case.name: case for case in SUITES["sparse"]}
     forward, both = by_name["sparse forward"], by_name["sparse forward + backward"]
     assert isinstance(forward, SparseTimeCase)

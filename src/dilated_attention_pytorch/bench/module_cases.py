@@ -105,9 +105,8 @@ def branches_for(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 _LENGTHS = (2048, 8192, 32768)
-MODULE_SUITE = compare_cases(
-    ModuleConfig(4, 64, *branches_for(max(_LENGTHS))), _LENGTHS, MAIN_CANDIDATES, passes=(False, True)
-)
+_SUITE = ModuleConfig(4, 64, *branches_for(max(_LENGTHS)))
+MODULE_SUITE = compare_cases(_SUITE, _LENGTHS, MAIN_CANDIDATES, passes=(False, True), repeats=3)
 _QUICK = ModuleConfig(2, 16, (32, 128), (1, 2), sparsity=0.5, block_size=32)
 MODULE_QUICK = (
     CompareCase("quick modules", _QUICK, 256, ("sdpa", "DilatedAttention"), backward=True, repeats=2),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from .candidates import Candidate
 from .child import measure_in_child
 from .gate import TOLERANCES, accept
@@ -21,11 +23,12 @@ def run_compare(case: CompareCase, repeats: int, say: Callable[[str], None]) -> 
     notes: dict[str, str] = {}
     error = 0.0
     candidates: dict[str, Candidate] = {}
+    inputs: dict[bool, list[Tensor]] = {}
     for name in case.candidates:
         say(f"{case.name}: checking {name}")
         try:
             error = max(error, _gate(case, name))
-            candidates[name] = _make(case, name)
+            candidates[name] = _make(case, name, inputs)
         except CannotRunError as reason:
             notes[name] = f"cannot run: {reason}"
             continue
@@ -53,11 +56,13 @@ def _gate(case: CompareCase, name: str) -> float:
     return check_candidate(case, name)
 
 
-def _make(case: CompareCase, name: str) -> Candidate:
-    """The candidate on inputs of the case, which have the same numbers for all of one kind."""
+def _make(case: CompareCase, name: str, inputs: dict[bool, list[Tensor]]) -> Candidate:
+    """The candidate on the inputs of the case: one set for those with projections, one for the others."""
     entry = entry_of(name)
-    tensors = make_inputs(entry, case.config, case.b, case.n, backward=case.backward)
-    return partial(run_candidate, entry.make(case.config, case.n), tensors, case.backward)
+    if entry.projects not in inputs:
+        made = make_inputs(entry, case.config, case.b, case.n, backward=case.backward)
+        inputs[entry.projects] = made
+    return partial(run_candidate, entry.make(case.config, case.n), inputs[entry.projects], case.backward)
 
 
 def _dense_rounds(case: CompareCase, repeats: int, candidates: dict[str, Candidate]) -> dict[str, int]:
