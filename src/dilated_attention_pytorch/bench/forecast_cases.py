@@ -28,40 +28,42 @@ class ForecastCase:
 
 
 def _case(
-    n: int, h: int, d: int, segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], how: str = ""
+    name: str, n: int, h: int, d: int, branches: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> ForecastCase:
-    config = ModuleConfig(h, d, segment_lengths, dilation_rates, is_causal="causal" in how)
-    name = f"n = {n}, h = {h}, d = {d}, {len(dilation_rates)} from {segment_lengths[0]}"
-    return ForecastCase(f"{name}{how and f', {how}'}", config, n, "training" in how)
+    """Causal and with gradients if the name says so."""
+    config = ModuleConfig(h, d, *branches, is_causal="causal" in name)
+    return ForecastCase(name, config, n, "training" in name)
 
 
 _TWO, _THREE, _NEAR = ((2048, 8192), (1, 4)), ((512, 2048, 8192), (1, 4, 16)), ((64, 256), (1, 4))
 _DOUBLING = ((1024, 2048, 4096, 8192), (1, 2, 4, 8))
 
 FORECAST_SUITE = (
-    _case(16384, 4, 64, *_TWO),
-    _case(16384, 4, 64, *_TWO, "causal"),
-    _case(16384, 4, 64, *_TWO, "training"),
-    _case(16384, 4, 64, *_TWO, "causal training"),
-    _case(16384, 8, 32, *_THREE, "causal"),
-    _case(16384, 8, 32, *_THREE, "causal training"),
-    _case(8192, 8, 128, *_THREE),
-    _case(8192, 8, 128, *_DOUBLING, "training"),
-    _case(16384, 4, 64, *_DOUBLING),
-    _case(16384, 4, 64, *_DOUBLING, "causal"),
-    _case(16384, 4, 64, *_NEAR),
-    _case(16384, 4, 64, *_NEAR, "causal training"),
-    _case(32768, 2, 64, (2048, 8192, 32768), (1, 4, 16)),
-    _case(8192, 16, 64, (256, 1024, 4096, 16384), (1, 4, 16, 64), "causal"),
-    _case(8192, 8, 64, (8192,), (1,), "causal"),
+    _case("two branches", 16384, 4, 64, _TWO),
+    _case("two branches, causal", 16384, 4, 64, _TWO),
+    _case("two branches, training", 16384, 4, 64, _TWO),
+    _case("two branches, causal training", 16384, 4, 64, _TWO),
+    _case("small heads, causal", 16384, 8, 32, _THREE),
+    _case("small heads, causal training", 16384, 8, 32, _THREE),
+    _case("large heads", 8192, 8, 128, _THREE),
+    _case("large heads, doubling, training", 8192, 8, 128, _DOUBLING),
+    _case("doubling", 16384, 4, 64, _DOUBLING),
+    _case("doubling, causal", 16384, 4, 64, _DOUBLING),
+    _case("short segments", 16384, 4, 64, _NEAR),
+    _case("short segments, causal training", 16384, 4, 64, _NEAR),
+    _case("longer sequence", 32768, 2, 64, ((2048, 8192, 32768), (1, 4, 16))),
+    _case("many heads, causal", 8192, 16, 64, ((256, 1024, 4096, 16384), (1, 4, 16, 64))),
+    _case("one segment, causal", 8192, 8, 64, ((8192,), (1,))),
 )
 _QUICK = ModuleConfig(2, 16, (32, 128), (1, 2))
 FORECAST_QUICK = (ForecastCase("quick forecast", _QUICK, 256, False, None, None, repeats=2),)
 
 
 def describe_forecast(case: ForecastCase) -> str:
-    """What the name does not say: the branches."""
-    return f"branches {', '.join(f'({w}, {r})' for w, r in case.config.spec.branches)}"
+    """The sizes of a case in a few words."""
+    config = case.config
+    branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
+    return f"n = {case.n}, h = {config.h}, d = {config.d}, branches {branches}"
 
 
 def forecast_target(case: ForecastCase) -> str:
