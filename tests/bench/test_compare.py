@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench.cases import MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.cases import SUITES, MemoryCase, TimeCase
 from dilated_attention_pytorch.bench.compare import bootstrap_ratio, compare_records, comparison_markdown
 from dilated_attention_pytorch.bench.config import Config
+from dilated_attention_pytorch.bench.limit_cases import LIMIT_CONFIG, limit_case
 from dilated_attention_pytorch.bench.module_cases import CompareCase, ModuleConfig
 from dilated_attention_pytorch.bench.record import Record, Result, make_result, to_json
+from dilated_attention_pytorch.bench.sparse_cases import SparseTimeCase
 from dilated_attention_pytorch.cli.main import main
 
 CONFIG = ModuleConfig(2, 8, (64,), (1,))
@@ -71,7 +73,7 @@ def test_the_interval_is_seeded_and_covers_the_truth_about_as_often_as_it_says()
 
 def test_bytes_and_what_stands_in_one_only() -> None:
     comparison = compare_records(A, B)
-    (change,) = comparison.byte_changes  # flops are no bytes
+    (change,) = comparison.count_changes  # flops are not of a run
     assert (change.what, change.ratio) == ("peak_extra halved", 0.5)
     assert (comparison.only_in_a, comparison.only_in_b) == (("held",), ("timed",))
     assert comparison.warnings == ("threads differs: 2 and 1",)
@@ -92,8 +94,33 @@ def test_a_missing_candidate_is_named() -> None:
 def test_other_sizes_are_not_compared() -> None:
     comparison = compare_records(A, Record({}, MACHINE, (compared(dict.fromkeys(NAMES, 1.0), 1, 0, n=128),)))
     assert comparison.changes == ()
-    assert "sizes differ" in comparison.warnings[0]
+    assert "not compared, it is another case" in comparison.warnings[0]
     assert "Nothing in common was measured." in comparison_markdown(comparison)
+
+
+def test_limits_of_other_budgets_are_not_compared() -> None:
+    budgets = [limit_case(LIMIT_CONFIG, budget=budget) for budget in (2**30, 2**33)]
+    records = [
+        Record({}, MACHINE, (make_result(case, 1, 0.0, {"attention": (1.0,)}, {"confirmed": 10 * (i + 1)}),))
+        for i, case in enumerate(budgets)
+    ]
+    comparison = compare_records(*records)
+    assert comparison.count_changes == ()
+    assert "another case" in comparison.warnings[0]
+    again = replace(records[0].results[0], counts={"confirmed": 15})
+    (change,) = compare_records(records[0], Record({}, MACHINE, (again,))).count_changes
+    assert (change.what, change.ratio, change.shown) == ("confirmed", 1.5, ("10", "15"))
+
+
+def test_targets_and_rounds_are_no_part_of_what_is_measured() -> None:
+    case = SUITES["sparse"][0]
+    assert isinstance(case, SparseTimeCase)
+    patterns = tuple(replace(entry, target=None) for entry in case.patterns)
+    other = replace(case, patterns=patterns, repeats=99, dense_repeats=1)
+    flops = {f"flops {name}": 1 for name in ("dense", "bare", *(entry.name for entry in case.patterns))}
+    seconds = {name.removeprefix("flops "): (1.0, 1.0, 1.0) for name in flops}
+    records = [Record({}, MACHINE, (make_result(x, 3, 0.0, seconds, flops),)) for x in (case, other)]
+    assert len(compare_records(*records).changes) == len(seconds)
 
 
 def test_compare_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,10 +109,11 @@ def test_gradients_outside_of_the_rows_reach_count() -> None:
     entry, rows = entry_of("DilatedAttention"), [3]
     tensors = make_inputs(entry, CONFIG, 1, 1024, backward=True, rows=rows)
     results = run_candidate(entry.make(CONFIG, 1024), tensors, True)
-    results[2][0, 900] = 1.0  # another segment
-    error = rows_error(entry, CONFIG, tensors, results, rows)
-    assert error is not None
-    assert error >= 1.0
+    for value in (1.0, math.nan):
+        results[2][0, 900] = value  # another segment
+        error = rows_error(entry, CONFIG, tensors, results, rows)
+        assert error is not None
+        assert error >= 1.0
 
 
 def test_spans_are_joined() -> None:
@@ -176,6 +179,30 @@ def test_an_installed_peer_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(FakeLocalAttention, "forward", lambda self, q, k, v: v + 0 * (q + k))
     with pytest.raises(WrongAnswerError):
         check_candidate(case_of("local_attention"), "local_attention")
+
+
+def test_a_peer_that_cannot_take_a_length_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = ModuleType("local_attention")
+    peer.LocalAttention = FakeLocalAttention  # type: ignore[attr-defined]
+    peer.__spec__ = importlib.machinery.ModuleSpec("local_attention", None)
+    monkeypatch.setitem(sys.modules, "local_attention", peer)
+    monkeypatch.setattr(module_run, "measure_in_child", lambda *_: Measured(why_not="not here"))
+    case = replace(
+        case_of("local_attention"), n=CONFIG.block_size + 1, candidates=("sdpa", "local_attention")
+    )
+    result = run_compare(case, 1, lambda _: None)
+    assert set(result.seconds) == {"sdpa"}
+    assert "takes multiples of its window" in result.notes["local_attention"]
+
+
+def test_queries_that_no_branch_selects_are_right() -> None:
+    config = replace(CONFIG, segment_lengths=(64, 256), dilation_rates=(2, 4))  # no branch of rate 1
+    entry, rows = entry_of("DilatedAttention"), [0, 1, 2, 3, 511]
+    tensors = make_inputs(entry, config, 1, 512, backward=True, rows=rows)
+    results = run_candidate(entry.make(config, 512), tensors, True)
+    error = rows_error(entry, config, tensors, results, rows)
+    assert error is not None
+    assert error < 2e-5
 
 
 def test_windows_of_local_attention() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench.cases import LongCase, MemoryCase, TimeCase
+from dilated_attention_pytorch.bench.cases import SUITES, LongCase, MemoryCase, TimeCase
 from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
 from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
 from dilated_attention_pytorch.bench.tables import BEGIN, END, replace_between_markers, to_markdown
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CONFIG = Config(4, 8, (16, 40), (1, 2))
 TIME = make_result(
     TimeCase("timed", CONFIG, ((1, 64),), target=1.4),
@@ -87,13 +88,34 @@ def test_markdown_comes_from_the_json_alone() -> None:
     assert to_markdown(from_json(to_json(RECORD))) == to_markdown(RECORD)
 
 
-@pytest.mark.parametrize(("record", "name"), [("cpu", "bench"), ("modules", "modules"), ("limit", "limit")])
-def test_tables_of_the_page_are_renderings_of_the_records(record: str, name: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "benchmarks.md").read_text()
-    table = to_markdown(from_json((root / "benchmarks" / "results" / f"{record}.json").read_text()))
-    markers = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    assert replace_between_markers(text, table, *markers) == text
+RECORDED = {
+    "cpu": ("speed", "short", "memory"),
+    "memory": ("pool",),
+    **{name: (name,) for name in ("sparse", "ring", "models", "modules", "limit", "forecast", "quality")},
+}
+
+
+def test_every_record_has_its_suites() -> None:
+    assert {path.stem for path in RESULTS.glob("*.json")} == set(RECORDED)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_are_of_all_cases_of_their_suites(name: str) -> None:
+    record = from_json((RESULTS / f"{name}.json").read_text())
+    assert [result.case for result in record.results] == [
+        x for suite in RECORDED[name] for x in SUITES[suite]
+    ]
+    assert all(result.error is None or result.error < 0.05 for result in record.results)
+
+
+@pytest.mark.parametrize("name", ["limit", "forecast", "quality"])
+def test_what_these_records_promise_is_met(name: str) -> None:
+    record = from_json((RESULTS / f"{name}.json").read_text())
+    judged = [
+        figure.met for result in record.results for figure in result.figures if figure.target is not None
+    ]
+    assert judged
+    assert all(judged)
 
 
 def test_replace_between_markers_keeps_the_rest_and_is_idempotent() -> None:

@@ -29,6 +29,7 @@ from .model_cases import ModelCase
 from .model_child import measure_model
 from .module_cases import CompareCase
 from .module_child import measure_candidate
+from .peers import CannotRunError
 from .ring_cases import RingConfig, RingStepsCase
 from .ring_child import attend as ring_attend
 from .ring_child import make_tensors
@@ -286,7 +287,7 @@ def main() -> None:
         else:
             assert isinstance(case, LongCase)
             measured = measure_long(case, request["repeats"])
-    except NotMeasurableError as error:
+    except (NotMeasurableError, CannotRunError) as error:
         measured = Measured(why_not=str(error))
     print(json.dumps(measured.__dict__))
 

@@ -16,8 +16,11 @@ from .record import Record, Result
 RESAMPLES = 2000
 FEWEST = 3  # durations of a side, below which an interval would say nothing
 FACTS = ("cpu", "cores", "threads", "torch", "os", "python")
-# How counts that are bytes begin; others, as flops, do not depend on the run.
+# How counts begin that depend on the run, bytes and others; what is left out, as flops, does not.
 BYTES = ("peak", "build_peak", "cache", "received", "pattern", "tensors")
+NUMBERS = ("confirmed", "bits")
+# Fields of a case that say how it is measured or judged, not what is measured.
+MANNERS = ("repeats", "dense_repeats", "seconds")
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,23 @@ class Change:
 
 
 @dataclass(frozen=True)
-class ByteChange:
+class CountChange:
+    """A number of bytes, or of something else, in both records."""
+
     case: str
     what: str
-    nbytes_a: int
-    nbytes_b: int
+    count_a: int
+    count_b: int
 
     @property
     def ratio(self) -> float | None:
-        return self.nbytes_b / self.nbytes_a if self.nbytes_a else None
+        return self.count_b / self.count_a if self.count_a else None
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        if self.what.startswith(NUMBERS):
+            return f"{self.count_a:,}", f"{self.count_b:,}"
+        return show_value(self.count_a, "bytes"), show_value(self.count_b, "bytes")
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Comparison:
     """What both records hold, what only one of them holds, and what makes them hard to compare."""
 
     changes: tuple[Change, ...]
-    byte_changes: tuple[ByteChange, ...]
+    count_changes: tuple[CountChange, ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -75,14 +86,14 @@ def compare_records(a: Record, b: Record) -> Comparison:
     warnings = list(_fact_warnings(a, b))
     pairs = []
     for first, second in shared:
-        sizes = describe(first.case), describe(second.case)
-        if sizes[0] == sizes[1]:
+        if _what(case_to_dict(first.case)) == _what(case_to_dict(second.case)):
             pairs.append((first, second))
         else:
-            warnings.append(f"{first.case.name}: not compared, sizes differ: {sizes[0]} and {sizes[1]}")
+            sizes = f"{describe(first.case)} and {describe(second.case)}"
+            warnings.append(f"{first.case.name}: not compared, it is another case: {sizes}")
     return Comparison(
         tuple(change for pair in pairs for change in _changes(*pair)),
-        tuple(change for pair in pairs for change in _byte_changes(*pair)),
+        tuple(change for pair in pairs for change in _count_changes(*pair)),
         tuple(_missing(a, b, pairs)),
         tuple(_missing(b, a, [(second, first) for first, second in pairs])),
         tuple(warnings),
@@ -103,8 +114,8 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> tu
 def as_dict(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON can hold it."""
     changes = [{**asdict(c), "ratio": c.ratio, "verdict": c.verdict} for c in comparison.changes]
-    byte_changes = [{**asdict(c), "ratio": c.ratio} for c in comparison.byte_changes]
-    return {**asdict(comparison), "changes": changes, "byte_changes": byte_changes}
+    count_changes = [{**asdict(c), "ratio": c.ratio} for c in comparison.count_changes]
+    return {**asdict(comparison), "changes": changes, "count_changes": count_changes}
 
 
 def comparison_markdown(comparison: Comparison) -> str:
@@ -112,9 +123,9 @@ def comparison_markdown(comparison: Comparison) -> str:
     parts = [f"**Warning**: {warning}." for warning in comparison.warnings]
     if comparison.changes:
         parts += ["**Time**, B over A: ratio of medians with its 95 % interval", str(_time_table(comparison))]
-    if comparison.byte_changes:
-        parts += ["**Bytes**, B over A", str(_byte_table(comparison))]
-    if not comparison.changes and not comparison.byte_changes:
+    if comparison.count_changes:
+        parts += ["**Bytes and counts**, B over A", str(_count_table(comparison))]
+    if not comparison.changes and not comparison.count_changes:
         parts.append("Nothing in common was measured.")
     for which, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if names:
@@ -141,13 +152,20 @@ def _time_table(comparison: Comparison) -> Table:
     return Table(["case and candidate", "A, ms", "B, ms", "B / A", "95 %", "rounds", "B is"], rows)
 
 
-def _byte_table(comparison: Comparison) -> Table:
+def _count_table(comparison: Comparison) -> Table:
     rows = []
-    for change in comparison.byte_changes:
-        sizes = [show_value(value, "bytes") for value in (change.nbytes_a, change.nbytes_b)]
+    for change in comparison.count_changes:
         ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
-        rows.append([f"{change.case}, {change.what}", *sizes, ratio])
+        rows.append([f"{change.case}, {change.what}", *change.shown, ratio])
     return Table(["case and count", "A", "B", "B / A"], rows)
+
+
+def _what(fields: Any) -> Any:
+    """The fields of a case that say what is measured."""
+    if isinstance(fields, dict):
+        kept = {name: value for name, value in fields.items() if name not in MANNERS}
+        return {name: _what(value) for name, value in kept.items() if not name.endswith("target")}
+    return [_what(each) for each in fields] if isinstance(fields, (list, tuple)) else fields
 
 
 def _key(result: Result) -> tuple[str, str]:
@@ -179,7 +197,7 @@ def _changes(a: Result, b: Result) -> Iterator[Change]:
             yield Change(a.case.name, name, *medians, rounds, *bounds)
 
 
-def _byte_changes(a: Result, b: Result) -> Iterator[ByteChange]:
+def _count_changes(a: Result, b: Result) -> Iterator[CountChange]:
     for name, nbytes in a.counts.items():
-        if name in b.counts and name.startswith(BYTES):
-            yield ByteChange(a.case.name, name, nbytes, b.counts[name])
+        if name in b.counts and name.startswith((*BYTES, *NUMBERS)):
+            yield CountChange(a.case.name, name, nbytes, b.counts[name])

@@ -183,10 +183,16 @@ def count_keys(config: Config, t: int, lo: int, hi: int) -> Tensor:
 
 
 def attend_counted(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """out (h, d) and lse (h,) of one query q (h, d) that meets k and v (m, h, d) `counts` (h, m) times."""
+    """out (h, d) and lse (h,) of one query q (h, d) that meets k and v (m, h, d) `counts` (h, m) times.
+
+    A head that meets no key has zeros and -inf, and gives no gradient.
+    """
+    meets = counts.sum(-1) > 0
+    counts = torch.where(meets[:, None], counts, 1.0)
     scores = torch.einsum("hd,mhd->hm", q, k) / math.sqrt(q.shape[-1]) + counts.log()
     lse = scores.logsumexp(-1)
-    return torch.einsum("hm,mhd->hd", torch.exp(scores - lse[:, None]), v), lse
+    out = torch.einsum("hm,mhd->hd", torch.exp(scores - lse[:, None]), v)
+    return torch.where(meets[:, None], out, 0.0), lse.masked_fill(~meets, -math.inf)
 
 
 def reach(config: Config, n: int, t: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from .limit_cases import LimitCase
 from .module_candidates import entry_of
 from .module_cases import CompareCase
 from .module_gate import check_candidate
+from .peers import CannotRunError
 from .record import Result, make_result
 
 PARTS = (16, 8)  # the first lengths: these parts of what the bare tensors of the budget would allow
@@ -46,7 +47,10 @@ def run_limit(case: LimitCase, say: Callable[[str], None]) -> Result:
         return make_result(case, 1, None, {}, {}, f"{case.module} cannot run: {reason}")
     say(f"{case.name}: checking")
     end = math.inf if case.seconds is None else time.monotonic() + case.seconds
-    error = check_candidate(_at(case, first_lengths(case)[0]), case.module)
+    try:
+        error = check_candidate(_at(case, first_lengths(case)[0]), case.module)
+    except CannotRunError as reason:
+        return make_result(case, 1, None, {}, {}, f"{case.module} cannot run: {reason}")
     runs: list[Run] = []
     why_not = None
     try:

@@ -16,20 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
 from .. import block_sparse, functional, modules, ring
-from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
 from .module_cases import ModuleConfig
 from .peers import FlexAttention, LocalWindows, why_not_flex, why_not_local, why_not_torchscale
+from .sparse_candidates import make_pattern
 
 Kind = Literal["dense", "dilated", "block-sparse", "adaptive", "local"]
 Attend = Callable[..., Tensor]
-DILATED = ("branches", "memory", "pattern cache")
-BLOCKS = (*DILATED, "sparsity")
+OURS = ("memory", "pattern cache")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate: what it computes, how it is made, which options it heeds, and why it cannot run."""
+    """A candidate: what it computes, how it is made, how it can be told to run, and why it cannot."""
 
     kind: Kind
     make: Callable[[ModuleConfig, int], Attend]
@@ -86,18 +85,6 @@ def _refuses(name: str, config: ModuleConfig) -> bool:
     return name == "RingDilatedAttentionProduction" and config.memory == "fresh"
 
 
-def make_pattern(config: ModuleConfig, n: int) -> BlockPattern:
-    """The blocks that block-sparse candidates keep."""
-    return block_sparse.build_block_pattern(
-        config.sparse_config,
-        n,
-        config.h,
-        is_causal=config.is_causal,
-        segment_lengths=config.segment_lengths,
-        dilation_rates=config.dilation_rates,
-    )
-
-
 def _options(name: str, config: ModuleConfig) -> dict[str, Any]:
     """Memory and cache as the options of modules."""
     options: dict[str, Any] = {"use_pattern_cache": config.use_pattern_cache}
@@ -120,7 +107,6 @@ def _call_options(config: ModuleConfig) -> dict[str, Any]:
 
 def _module(name: str, kind: Kind = "dilated", projects: bool = False) -> Entry:
     """A module of this library by its public name."""
-    is_blocks = kind != "dilated"
 
     def make(config: ModuleConfig, n: int) -> Attend:
         options = _options(name, config)
@@ -138,8 +124,7 @@ def _module(name: str, kind: Kind = "dilated", projects: bool = False) -> Entry:
         )
         return Causal(module, config.is_causal)
 
-    heeds = ("memory", "sparsity") if kind == "adaptive" else BLOCKS if is_blocks else DILATED
-    return Entry(kind, make, heeds, projects)
+    return Entry(kind, make, ("memory",) if kind == "adaptive" else OURS, projects)
 
 
 def _dilated_function(module: Any, name: str) -> Entry:
@@ -147,7 +132,7 @@ def _dilated_function(module: Any, name: str) -> Entry:
         branches, options = (config.segment_lengths, config.dilation_rates), _call_options(config)
         return lambda q, k, v: getattr(module, name)(q, k, v, *branches, **options)
 
-    return Entry("dilated", make, DILATED)
+    return Entry("dilated", make, OURS)
 
 
 def _block_function(module: Any, name: str) -> Entry:
@@ -155,7 +140,7 @@ def _block_function(module: Any, name: str) -> Entry:
         pattern, options = make_pattern(config, n), _call_options(config)
         return lambda q, k, v: getattr(module, name)(q, k, v, pattern, **options)
 
-    return Entry("block-sparse", make, BLOCKS)
+    return Entry("block-sparse", make, OURS)
 
 
 def _make_sdpa(config: ModuleConfig, n: int) -> Attend:
@@ -172,7 +157,7 @@ def _make_flex(config: ModuleConfig, n: int) -> Attend:
 
 
 def _make_local(config: ModuleConfig, n: int) -> Attend:
-    return LocalWindows(config.block_size, config.is_causal)
+    return LocalWindows(n, config.block_size, config.is_causal)
 
 
 def _make_nothing(config: ModuleConfig, n: int) -> Attend:
@@ -203,7 +188,7 @@ ENTRIES: dict[str, Entry] = {
     "BlockSparseRingMultiheadDilatedAttention": _module(
         "BlockSparseRingMultiheadDilatedAttention", "block-sparse", projects=True
     ),
-    "flex_attention": Entry("block-sparse", _make_flex, ("branches", "sparsity"), why_not=why_not_flex),
+    "flex_attention": Entry("block-sparse", _make_flex, why_not=why_not_flex),
     "local_attention": Entry("local", _make_local, why_not=why_not_local),
-    "torchscale": Entry("dilated", _make_nothing, ("branches",), why_not=why_not_torchscale),
+    "torchscale": Entry("dilated", _make_nothing, why_not=why_not_torchscale),
 }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..sparse_spec import SparsePatternConfig
 from ..spec import DilatedSpec, geometric_branches
 from .config import Config
 
 Memory = Literal["fresh", "pool", "lightweight"]
-MEMORIES: tuple[str, ...] = get_args(Memory)
 BASELINE = "sdpa"
 MAIN_CANDIDATES = (
     BASELINE,
@@ -26,7 +25,8 @@ DENSE_LENGTH = 8192  # beyond it dense attention takes part in fewer rounds
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """What candidates are asked for. What one of them cannot heed is stated beside its figures.
+    """What candidates are asked for. Dense ones need no branches and dilated ones no blocks. A kind of memory
+    or a cache that one of them does not have is stated beside its figures.
 
     `memory` is where calls take memory from, None for each module's own way.
     """

@@ -18,7 +18,8 @@ def measure_candidate(
     """The error of its rows; bytes of one call above its inputs, and of the whole process; its time."""
     entry, config, backward = entry_of(name), case.config, case.backward
     # Short, so that what it frees is too little for the measured call to hide in.
-    short = max(config.block_size, min(case.n // 4, WARMUP_LENGTH))
+    short = min(case.n // 4, WARMUP_LENGTH)
+    short = max(1, short // config.block_size) * config.block_size  # some take whole blocks only
     warmup = make_inputs(entry, config, 1, short, backward=backward)
     run_candidate(entry.make(config, short), warmup, backward)
     rows = choose_rows(config, case.n)

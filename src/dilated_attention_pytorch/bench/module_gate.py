@@ -8,6 +8,7 @@ together with the gradients of a loss over just these rows; not of those with pr
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,9 +22,10 @@ from ..plan import BlockPattern
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from .config import Config
 from .gate import TOLERANCES, accept, attend_counted, choose_places, count_keys, largest_error, reach
-from .module_candidates import Attend, Causal, Entry, entry_of, make_pattern
+from .module_candidates import Attend, Causal, Entry, entry_of
 from .module_cases import CompareCase, ModuleConfig
 from .peers import window_mask
+from .sparse_candidates import make_pattern
 from .sparse_gate import visible_keys
 
 REDUCED_BLOCK, REDUCED_BLOCKS = 16, 24
@@ -228,4 +230,5 @@ def _largest_outside(x: Tensor, spans: Sequence[tuple[int, int]]) -> float:
     ends = [0, *(hi for _, hi in spans)]
     starts = [*(lo for lo, _ in spans), len(x)]
     gaps = [x[lo:hi] for lo, hi in zip(ends, starts, strict=True) if lo < hi]
-    return max((max(gap.max().item(), -gap.min().item()) for gap in gaps), default=0.0)
+    largest = [max(gap.max().item(), -gap.min().item()) for gap in gaps]
+    return max((math.inf if math.isnan(value) else value for value in largest), default=0.0)

@@ -41,15 +41,14 @@ class FlexAttention:
 class LocalWindows:
     """`LocalAttention` of lucidrains: each window sees itself, the one before and, not causal, the next."""
 
-    def __init__(self, window: int, is_causal: bool) -> None:
+    def __init__(self, n: int, window: int, is_causal: bool) -> None:
+        if over := n % window:
+            raise CannotRunError(f"it takes multiples of its window of {window}, and {over} of {n} are over")
         made = import_module("local_attention").LocalAttention
         # Without `dim` it has no position embedding.
         self.attend = made(window, causal=is_causal, look_backward=1)
-        self.window = window
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        if n_over := tensors[0].shape[1] % self.window:
-            raise CannotRunError(f"it takes multiples of its window of {self.window}, and {n_over} are over")
         out: Tensor = self.attend(*(x.transpose(1, 2) for x in tensors))
         return out.transpose(1, 2)
 

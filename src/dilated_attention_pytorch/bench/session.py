@@ -37,6 +37,8 @@ class Places:
         for file in filter(None, (self.out, self.markdown, self.html)):
             if not file.parent.is_dir():
                 raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
+            if file.is_dir():
+                raise ValueError(f"{file} cannot be written: it is a directory")
         for file in self.update:
             replace_between_markers(file.read_text(), "", *self.markers)
 

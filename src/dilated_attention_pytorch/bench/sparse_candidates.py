@@ -11,6 +11,7 @@ from torch.nn import functional as torch_functional
 from .. import block_sparse, modules
 from ..plan import BlockPattern
 from .candidates import Candidate
+from .module_cases import ModuleConfig
 from .sparse_cases import SparseConfig, SparseEntry, SparseTimeCase
 
 FORWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -22,7 +23,7 @@ def entry_config(config: SparseConfig, entry: SparseEntry) -> SparseConfig:
     return replace(config, pattern_type=entry.pattern_type, sparsity_ratio=entry.sparsity_ratio)
 
 
-def make_pattern(config: SparseConfig, n: int) -> BlockPattern:
+def make_pattern(config: SparseConfig | ModuleConfig, n: int) -> BlockPattern:
     """The pattern of a config, built as users build it."""
     return block_sparse.build_block_pattern(
         config.sparse_config,

@@ -283,11 +283,12 @@ def origin(record: Record) -> str:
     commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""
     dtypes = sorted({result.case.config.dtype for result in record.results}, reverse=True) or ["float32"]
-    timed = [x for x in record.results if x.seconds and not isinstance(x.case, QualityCase)]
+    timed = [x for x in record.results if x.seconds and not isinstance(x.case, (QualityCase, LimitCase))]
     repeats = sorted({result.repeats for result in timed})
     word = "round" if repeats == [1] else "rounds"
     rounds = f", {' or '.join(map(str, repeats))} {word}" if repeats else ""
-    legend = " Times: minimum (median ± half the quartile distance)." if repeats else ""
+    has_spread = any(not isinstance(x.case, ForecastCase) for x in timed)
+    legend = " Times: minimum (median ± half the quartile distance)." if has_spread else ""
     load = machine.get("load")
     busy = "" if load is None else f", load average {load} before the run"
     return (

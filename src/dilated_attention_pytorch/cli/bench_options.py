@@ -98,7 +98,10 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
         "--sparsity", type=float, metavar="X", help="share of blocks that block patterns keep (default: 0.1)"
     )
     group.add_argument(
-        "--block-size", type=positive_int, metavar="N", help="of block patterns (default: 128)"
+        "--block-size",
+        type=positive_int,
+        metavar="N",
+        help="of block patterns (default: 128, or the shortest segment if that is less)",
     )
     group.add_argument(
         "--memory", choices=MEMORIES, help="where calls take memory from (default: each module's own way)"

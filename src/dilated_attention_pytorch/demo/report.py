@@ -179,7 +179,8 @@ def _add_training(page: Page, findings: Findings) -> None:
         f"{_why_fewer(training)}."
     )
     page.figure(
-        _loss_chart(training), "Training: means over equal spans of steps. Validation: files it never saw."
+        _loss_chart(training),
+        "Training: means over equal spans of steps. Validation: the end of the text, unseen.",
     )
     validated = [(f"{step:,}", f"{bits:.3f}") for step, bits in training.validations]
     if validated:
@@ -187,7 +188,8 @@ def _add_training(page: Page, findings: Findings) -> None:
     if training.sample is not None:
         page.paragraph(
             f"What it writes after {training.prompt!r}, with temperature {TEMPERATURE} among the likeliest "
-            f"bytes of probability {TOP_P}. A small model after a minute: expect the look of Python only."
+            f"bytes of probability {TOP_P}. A small model after {training.seconds:.0f} s: expect the look of "
+            "Python only."
         )
         page.preformatted(training.prompt + training.sample)
 
