@@ -233,11 +233,11 @@ def test_a_child_s_wrong_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         run_compare(case_of("sdpa"), 1, lambda _: None)
 
 
-def test_speed_ups_and_tokens_a_second_follow_from_medians() -> None:
+def test_speed_ups_and_tokens_a_second_follow_from_minima() -> None:
     seconds = {"sdpa": (4.0, 5.0, 3.0), "DilatedAttention": (2.0, 1.0, 3.0)}
     result = make_result(case_of("sdpa", "DilatedAttention"), 3, 0.0, seconds, {})
-    assert [figure.value for figure in result.figures] == [2.0]
-    row = "| tiny, DilatedAttention | 1000.0 (2000.0 ± 500.0) | 128 | 2.00 |  |  |"
+    assert [figure.value for figure in result.figures] == [3.0]
+    row = "| tiny, DilatedAttention | 1000.0 (2000.0 ± 500.0) | 256 | 3.00 |  |  |"
     assert row in to_markdown(Record({}, {}, (result,)))
 
 

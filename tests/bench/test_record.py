@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,9 @@ from dilated_attention_pytorch.bench.cases import SUITES, LongCase, MemoryCase, 
 from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
 from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
+from dilated_attention_pytorch.bench.session import Places, write_text
 from dilated_attention_pytorch.bench.tables import BEGIN, END, replace_between_markers, to_markdown
+from dilated_attention_pytorch.cli.main import main
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CONFIG = Config(4, 8, (16, 40), (1, 2))
@@ -93,6 +97,50 @@ RECORDED = {
     "memory": ("pool",),
     **{name: (name,) for name in ("sparse", "ring", "models", "modules", "limit", "forecast", "quality")},
 }
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"seconds": [1]}, "not a complete record"),
+        ({"seconds": {"bare": ["a"], "dilated": [1.0]}}, "durations must be positive"),
+        ({"seconds": {"bare": [0.0], "dilated": [1.0]}}, "durations must be positive"),
+        ({"seconds": {"bare": [math.nan], "dilated": [1.0]}}, "durations must be positive"),
+        ({"counts": None}, "counts must be numbers by name"),
+    ],
+)
+def test_damaged_records_are_named(damage: dict[str, Any], message: str, tmp_path: Path) -> None:
+    document = json.loads(to_json(RECORD))
+    document["results"][0] |= damage
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message):
+        from_json(file.read_text())
+    assert main(["bench", "--render", str(file)]) == 2
+    document["results"], document["machine"] = [], None
+    with pytest.raises(ValueError, match="facts by name"):
+        from_json(json.dumps(document))
+
+
+def test_places_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("kept")
+    for places in (
+        Places(tmp_path / "a", tmp_path / "a"),
+        Places(tmp_path),
+        Places(tmp_path / "none" / "a"),
+        Places(html=tmp_path / "a", update=(tmp_path / "a",)),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be written|one twice"):
+            places.check()
+    assert (tmp_path / "a").read_text() == "kept"
+
+
+def test_files_are_written_whole_in_utf_8(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    for text in ("±", "≤"):
+        write_text(file, text)
+        assert file.read_bytes() == text.encode()
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_every_record_has_its_suites() -> None:

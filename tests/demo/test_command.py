@@ -102,6 +102,20 @@ def test_python_without_its_source_is_no_failure(
     assert "This Python comes without the source of its library" in (tmp_path / "r.html").read_text()
 
 
+def test_a_training_that_fails_leaves_a_report_of_the_rest(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(story, "train_model", fail)
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "r.html")]) == 1
+    assert "The training failed: no space left" in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "r.html").read_text()
+    assert "The training failed: no space left" in page
+    assert 'id="time"' in page
+
+
 def test_interrupt_among_the_checks_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted() -> Iterator[Check]:
         yield CHECKS[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,5 +59,7 @@ def test_small_heads_pay_for_the_softmax() -> None:
 
 def test_nothing_is_told_of_other_devices() -> None:
     spec = DilatedSpec((2048,), (1,))
-    call = Call(Shape(1, 4096, 8, 8, 64), torch.bfloat16, spec, device=torch.device("cuda"))
-    assert relative_time(call) is None
+    call = Call(Shape(1, 4096, 8, 8, 64), torch.bfloat16, spec)
+    assert relative_time(call) is not None
+    assert relative_time(replace(call, device=torch.device("cuda"))) is None
+    assert relative_time(replace(call, dtype=torch.float16)) is None

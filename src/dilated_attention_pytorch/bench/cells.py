@@ -41,7 +41,9 @@ def number(figure: Figure) -> str:
 
 
 def milliseconds(timing: Timing) -> str:
-    """Minimum, then median and quartile distance."""
+    """Minimum, then median and quartile distance; a single duration is all there is to say."""
+    if len(timing.seconds) == 1:
+        return f"{1e3 * timing.minimum:.1f}"
     minimum, median, spread = (1e3 * value for value in (timing.minimum, timing.median, timing.spread))
     return f"{minimum:.1f} ({median:.1f} ± {spread / 2:.1f})"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core import AttentionBufferManager
-from ..core.host_memory import host_memory
+from ..core.host_memory import host_memory, is_out_of_memory
 from ..modules import DilatedAttention, RingDilatedAttentionV2
 from .candidates import attend
 from .cases import Case, LongCase, MemoryCase, PoolCase, case_from_dict, case_to_dict
@@ -75,6 +75,9 @@ def measure_in_child(case: Case, repeats: int, variant: str = "", timeout: float
     if result.returncode < 0:
         return Measured(why_not=f"the process was ended by signal {-result.returncode}, likely out of memory")
     if result.returncode:
+        last = result.stderr.strip().rpartition("\n")[2]
+        if is_out_of_memory(RuntimeError(last)) or last.startswith("MemoryError"):
+            return Measured(why_not=f"out of memory: {last}")
         raise RuntimeError(f"measuring {case.name} failed:\n{result.stderr}")
     answer = json.loads(result.stdout)
     answer["seconds"] = {name: tuple(values) for name, values in answer["seconds"].items()}

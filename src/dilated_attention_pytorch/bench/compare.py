@@ -14,7 +14,7 @@ from .figures import show_value
 from .record import Record, Result
 
 RESAMPLES = 2000
-FEWEST = 3  # durations of a side, below which an interval would say nothing
+FEWEST = 5  # durations of a side; with fewer, equal sides would too often look different
 FACTS = ("cpu", "cores", "threads", "torch", "os", "python")
 # How counts begin that depend on the run, bytes and others; what is left out, as flops, does not.
 BYTES = ("peak", "build_peak", "cache", "received", "pattern", "tensors")

@@ -60,7 +60,10 @@ def describe_limit(case: LimitCase) -> str:
     branches = ", ".join(f"({w}, {r})" for w, r in config.spec.branches)
     causal = ", causal" if config.is_causal else ""
     guard = "" if case.seconds is None else f", at most {case.seconds:g} s of search"
-    return f"b = {case.b}, h = {config.h}, d = {config.d}, {config.dtype}{causal}, branches {branches}{guard}"
+    how = "" if config.memory is None else f", memory {config.memory}"
+    how += "" if config.use_pattern_cache else ", no pattern cache"
+    sizes = f"b = {case.b}, h = {config.h}, d = {config.d}, {config.dtype}{causal}, branches {branches}"
+    return f"{case.budget / 2**30:g} GiB, {sizes}{how}{guard}"
 
 
 def limit_target(case: LimitCase) -> str:

@@ -16,7 +16,7 @@ import torch
 from .child import Measured, measure_in_child
 from .gate import TOLERANCES, accept
 from .limit_cases import LimitCase
-from .module_candidates import entry_of
+from .module_candidates import entry_of, remarks
 from .module_cases import CompareCase
 from .module_gate import check_candidate
 from .peers import CannotRunError
@@ -29,16 +29,23 @@ AIM, CLOSE = 0.99, 0.97  # parts of the budget: what a run aims at, and what is 
 
 @dataclass(frozen=True)
 class Run:
-    """One length that was run: peak bytes of its process, seconds of the call, the error of its rows."""
+    """One length that was run: peak bytes of its process, seconds of the call, the error of its rows.
+
+    `error` is None where no rows can be computed from the definition, as with random projections.
+    """
 
     n: int
     peak: int
     seconds: float
-    error: float
+    error: float | None
 
 
 class StoppedError(Exception):
     """The search ended early; the message says why."""
+
+
+class UnfinishedError(Exception):
+    """A length was not run to its end; the message says why."""
 
 
 def run_limit(case: LimitCase, say: Callable[[str], None]) -> Result:
@@ -62,35 +69,55 @@ def run_limit(case: LimitCase, say: Callable[[str], None]) -> Result:
         least = f"even {runs[0].n:,} tokens take {runs[0].peak:,} bytes" if runs else ""
         return make_result(case, 1, error, {}, {}, "; ".join(filter(None, [least, why_not])))
     best = max(fitting, key=lambda run: run.n)
-    error = max(error, *(run.error for run in runs))
+    error = max(error, *(run.error or 0.0 for run in runs))
+    note = remarks(case.module, case.config)
+    if best.error is None:
+        note += "; checked at a reduced length only"
     slope, base = fit_line(runs[-2:]) if len(runs) > 1 else (0.0, 0.0)
     counts = {"confirmed": best.n, "peak": best.peak, "bytes a token": round(slope), "fixed": round(base)}
-    return make_result(case, 1, error, {"attention": (best.seconds,)}, counts, why_not)
+    return make_result(case, 1, error, {"attention": (best.seconds,)}, counts, why_not, {case.module: note})
 
 
 def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run], end: float) -> None:
     """Adds runs until one comes close to the budget, or a longer one could not be within it."""
-    for n in first_lengths(case):
-        _check_time(runs, n, end)
-        runs.append(measure(n))
-        if runs[0].peak > case.budget:
-            return
-    while len(runs) < MOST_RUNS:
+    too_long, why = math.inf, ""
+    for _ in range(MOST_RUNS):
         fitting = max((run for run in runs if run.peak <= case.budget), key=lambda r: r.n, default=None)
         if fitting is not None and fitting.peak >= CLOSE * case.budget:
             return
-        n = predict(case.budget, runs, token_bytes(case))
-        too_long = min((run.n for run in runs if run.peak > case.budget), default=n + 1)
-        n = min(n, too_long - 1)
-        if n < 1 or any(run.n == n for run in runs):
+        n = _next_length(case, runs, fitting, too_long)
+        if n < 1 or any(run.n == n for run in runs) or (runs and fitting is None):
             return
+        if fitting is not None and too_long < math.inf and fitting.n >= CLOSE * too_long:
+            break
         _check_time(runs, n, end)
-        runs.append(measure(n))
+        try:
+            runs.append(measure(n))
+        except UnfinishedError as reason:
+            too_long, why = n, f"{n:,} tokens were not run to their end: {reason}"
+            continue
+        if runs[-1].peak > case.budget:
+            too_long = min(too_long, n)
+    if why:
+        raise StoppedError(why)
+
+
+def _next_length(case: LimitCase, runs: list[Run], fitting: Run | None, too_long: float) -> int:
+    """The first lengths, then what the line predicts; halfway to what is too long where it does not tell."""
+    untried = [n for n in first_lengths(case) if n not in [run.n for run in runs] and n < too_long]
+    if untried:
+        return untried[0]
+    if len(runs) < 2:
+        return int((fitting.n if fitting else 0) + too_long) // 2 if too_long < math.inf else 0
+    n = predict(case.budget, runs, token_bytes(case))
+    if n < too_long:
+        return n
+    return (fitting.n if fitting else 0) + int(too_long - (fitting.n if fitting else 0)) // 2
 
 
 def first_lengths(case: LimitCase) -> list[int]:
     """Short lengths for the line: small parts of what the tensors alone would fill the budget with."""
-    return [max(1, case.budget // token_bytes(case) // part) for part in PARTS]
+    return sorted({max(1, case.budget // token_bytes(case) // part) for part in PARTS})
 
 
 def token_bytes(case: LimitCase) -> int:
@@ -142,13 +169,14 @@ def _run(case: LimitCase, n: int, left: float, say: Callable[[str], None]) -> Ru
     say(f"{case.name}: running {n:,} tokens in a process of its own")
     measured: Measured = measure_in_child(_at(case, n), 1, case.module, None if left == math.inf else left)
     if measured.why_not is not None:
-        raise StoppedError(f"{n:,} tokens were not run to their end: {measured.why_not}")
-    error = accept(f"{case.name}, n = {n}", measured.error or 0.0, TOLERANCES[case.config.dtype])
+        raise UnfinishedError(measured.why_not)
+    error = measured.error
+    if error is not None:
+        error = accept(f"{case.name}, n = {n}", error, TOLERANCES[case.config.dtype])
     (seconds,) = measured.seconds["attention"]
     peak = measured.nbytes["peak_total"]
-    say(
-        f"{case.name}: {n:,} tokens took {peak / 2**30:.2f} GiB and {seconds:.1f} s, right within {error:.0e}"
-    )
+    right = "rows not checked at this length" if error is None else f"right within {error:.0e}"
+    say(f"{case.name}: {n:,} tokens took {peak / 2**30:.2f} GiB and {seconds:.1f} s, {right}")
     return Run(n, peak, seconds, error)
 
 

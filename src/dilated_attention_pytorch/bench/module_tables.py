@@ -29,10 +29,10 @@ def compare_table(results: Iterable[Result]) -> Table:
 def _times(result: Result, name: str) -> list[str]:
     assert isinstance(result.case, CompareCase)
     timing = Timing(result.seconds[name])
-    speed = f"{result.case.b * result.case.n / timing.median:,.0f}"
+    speed = f"{result.case.b * result.case.n / timing.minimum:,.0f}"
     if name == BASELINE or BASELINE not in result.seconds:
         return [milliseconds(timing), speed, ""]
-    return [milliseconds(timing), speed, f"{Timing(result.seconds[BASELINE]).median / timing.median:.2f}"]
+    return [milliseconds(timing), speed, f"{Timing(result.seconds[BASELINE]).minimum / timing.minimum:.2f}"]
 
 
 def limit_table(results: Iterable[Result]) -> Table:
@@ -47,10 +47,13 @@ def limit_table(results: Iterable[Result]) -> Table:
             peak = show_value(result.counts["peak"], "bytes")
             seconds = f"{result.seconds['attention'][0]:.1f}"
         budget = show_value(case.budget, "bytes")
-        over = ["" if confirmed is None else f"{confirmed / n:.1f} x" for n in DOCUMENTED.values()]
-        stopped = result.why_not or "" if confirmed is not None else ""
+        over, remark = ["" for _ in DOCUMENTED], [*result.notes.values()]
+        if confirmed is not None:
+            remark += [result.why_not] if result.why_not else []
+            if case.target is not None:  # the documents speak of the budget and the sizes of the target
+                over = [f"{confirmed / n:.1f} x" for n in DOCUMENTED.values()]
         tokens, target = shown(result, result.figures[0])
-        rows.append([case.name, budget, tokens, target, peak, seconds, *over, stopped])
+        rows.append([case.name, budget, tokens, target, peak, seconds, *over, "; ".join(remark)])
     documented = [f"over {n:,} ({what})" for what, n in DOCUMENTED.items()]
     head = ["case", "budget", "tokens", "target", "peak of the process", "s", *documented, "remarks"]
     return Table(head, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,14 +72,22 @@ def from_json(text: str) -> Record:
         raise ValueError(f"a record must have schema {SCHEMA}, got {schema}")
     try:
         results = tuple(map(_read_result, document["results"]))
-        return Record(document["project"], document["machine"], results)
-    except (KeyError, TypeError) as error:
+        facts = document["project"], document["machine"]
+        if not all(isinstance(each, dict) for each in facts):
+            raise TypeError("project and machine must be facts by name")
+        return Record(*facts, results)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is not a complete record: {error!r}") from error
 
 
 def _read_result(data: dict[str, Any]) -> Result:
     figures = tuple(_read_figure(f) for f in data["figures"])
     seconds = {name: tuple(values) for name, values in data["seconds"].items()}
+    durations = [value for values in seconds.values() for value in values]
+    if not all(isinstance(value, (int, float)) and 0.0 < value < math.inf for value in durations):
+        raise TypeError("durations must be positive numbers")
+    if not isinstance(data["counts"], dict):
+        raise TypeError("counts must be numbers by name")
     case = case_from_dict(data["case"])
     measured = (data["repeats"], data["error"], seconds, data["counts"])
     return Result(case, *measured, figures, data["why_not"], data.get("notes", {}))

@@ -26,20 +26,22 @@ from .sparse_candidates import count_sparse_flops, entry_config, make_pattern, t
 from .sparse_cases import ModuleMemoryCase, PatternCase, SparseCase, SparseTimeCase
 from .sparse_gate import accept_sparse, check_density, check_sparse_case
 
+# Cases whose rounds a reader may choose.
+TIMED = (
+    TimeCase,
+    PoolCase,
+    SparseTimeCase,
+    RingTimeCase,
+    RingStepsCase,
+    DecodeCase,
+    CompareCase,
+    ForecastCase,
+)
+
 
 def run_case(case: Case, repeats: int | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
     """Measures a case after its gate; a `WrongAnswerError` leaves it unmeasured."""
-    times = (
-        TimeCase,
-        PoolCase,
-        SparseTimeCase,
-        RingTimeCase,
-        RingStepsCase,
-        DecodeCase,
-        CompareCase,
-        ForecastCase,
-    )
-    if repeats is None or not isinstance(case, times):
+    if repeats is None or not isinstance(case, TIMED):
         repeats = case.repeats
     if isinstance(case, RingCase):
         return run_ring(case, repeats, say)

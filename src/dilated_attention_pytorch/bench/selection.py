@@ -14,6 +14,7 @@ from .module_candidates import ENTRIES, did_you_mean
 from .module_cases import MAIN_CANDIDATES, CompareCase, ModuleConfig, branches_for, compare_cases
 from .quality_cases import QualityCase, quality_target
 from .ring_cases import RingCase
+from .run import TIMED
 from .sparse_cases import SparseCase, sparse_targets
 
 DEFAULT_LENGTHS = (1024, 4096, 16384)
@@ -51,6 +52,8 @@ def select_cases(options: argparse.Namespace) -> tuple[Case, ...]:
     chosen = tuple(case for case in cases if options.only in case.name)
     if not chosen:
         raise ValueError(f"no case has {options.only!r} in its name; see --list")
+    if options.repeats is not None and not any(isinstance(case, TIMED) for case in chosen):
+        raise ValueError(f"--repeats is for cases that are timed in rounds, got {', '.join(names)}")
     return chosen
 
 
@@ -63,7 +66,7 @@ def _cases(options: argparse.Namespace, names: tuple[str, ...], are_suites: bool
         return tuple(case for name in names for case in SUITES[name])
     if options.limit is not None:
         return _limit_cases(options, names or (LIMITED,))
-    lengths = options.lengths or DEFAULT_LENGTHS
+    lengths = tuple(dict.fromkeys(options.lengths or DEFAULT_LENGTHS))
     base = ModuleConfig(8, 64, *branches_for(max(lengths)))
     passes = tuple(p for p, asked in ((False, options.forward), (True, options.training)) if asked)
     repeats = {} if options.repeats is None else {"repeats": options.repeats}
@@ -95,7 +98,8 @@ def _limit_cases(options: argparse.Namespace, names: tuple[str, ...]) -> tuple[C
 
 def given_sizes(options: argparse.Namespace) -> list[str]:
     """The options of `SIZES` that were given, as they are written."""
-    given = (name for name in SIZES if getattr(options, name) not in (None, False))
+    values = {name: getattr(options, name) for name in SIZES}
+    given = (name for name, value in values.items() if value is not None and value is not False)
     return [f"--{name.replace('_', '-')}" for name in given]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,13 +35,18 @@ class Places:
 
     def check(self) -> None:
         """Finds out before the measurement, not after it, that its result cannot be stored."""
-        for file in filter(None, (self.out, self.markdown, self.html)):
+        files = [file for file in (self.out, self.markdown, self.html, *self.update) if file]
+        if len({file.resolve() for file in files}) < len(files):
+            raise ValueError(f"every file takes one thing, got one twice in {', '.join(map(str, files))}")
+        for file in files:
             if not file.parent.is_dir():
                 raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
             if file.is_dir():
                 raise ValueError(f"{file} cannot be written: it is a directory")
+            if not os.access(file if file.exists() else file.parent, os.W_OK):
+                raise ValueError(f"{file} cannot be written: it is read-only")
         for file in self.update:
-            replace_between_markers(file.read_text(), "", *self.markers)
+            replace_between_markers(file.read_text(encoding="utf-8"), "", *self.markers)
 
 
 def measure_cases(cases: Sequence[Case], repeats: int | None, out: Path | None) -> Record:
@@ -57,26 +63,39 @@ def measure_cases(cases: Sequence[Case], repeats: int | None, out: Path | None) 
         results.append(result)
         record = Record(project, machine, tuple(results))
         if out:
-            out.write_text(to_json(record))
+            write_text(out, to_json(record))
     return record
 
 
 def publish(record: Record, places: Places) -> None:
     """Writes the files and prints the table, or the record as JSON."""
     table = to_markdown(record)
+    print(to_json(record) if places.json else table, end="", flush=True)
     if places.out:
-        places.out.write_text(to_json(record))
+        write_text(places.out, to_json(record))
     if places.markdown:
-        places.markdown.write_text(table)
+        write_text(places.markdown, table)
     if places.html:
-        places.html.write_text(to_page(record))
+        write_text(places.html, to_page(record))
     update_pages(table, places)
-    print(to_json(record) if places.json else table, end="")
 
 
 def update_pages(table: str, places: Places) -> None:
     for file in places.update:
-        file.write_text(replace_between_markers(file.read_text(), table, *places.markers))
+        write_text(file, replace_between_markers(file.read_text(encoding="utf-8"), table, *places.markers))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file whole or not at all: a full disk leaves what was there."""
+    if not file.is_file():  # new, or a device such as /dev/stdout
+        file.write_text(text, encoding="utf-8")
+        return
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _say(text: str, prefix: str = "") -> None:

@@ -16,6 +16,7 @@ from .bench_options import add_arguments, check_modes
 from .text import print_json
 
 if TYPE_CHECKING:
+    from ..bench.record import Record
     from ..bench.session import Places
 
 __all__ = ["add_arguments", "run"]
@@ -35,7 +36,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_mode(options: argparse.Namespace) -> int:
-    from ..bench.record import from_json
     from ..bench.selection import list_lines
     from ..bench.session import publish
 
@@ -54,7 +54,7 @@ def _run_mode(options: argparse.Namespace) -> int:
     if options.compare:
         return _compare(options.compare, places)
     if options.render:
-        publish(from_json(options.render.read_text()), places)
+        publish(_read(options.render), places)
         return DONE
     return _measure(options, places)
 
@@ -85,17 +85,28 @@ def _publish_plan(places: Places) -> int:
 
 def _compare(files: list[Path], places: Places) -> int:
     from ..bench.compare import as_dict, compare_records, comparison_markdown
-    from ..bench.record import from_json
+    from ..bench.session import write_text
 
-    comparison = compare_records(*(from_json(file.read_text()) for file in files))
+    if places.markdown and places.markdown.resolve() in [file.resolve() for file in files]:
+        raise ValueError(f"--markdown must not be a record that is compared, got {places.markdown}")
+    comparison = compare_records(*map(_read, files))
     table = comparison_markdown(comparison)
     if places.markdown:
-        places.markdown.write_text(table)
+        write_text(places.markdown, table)
     if places.json:
         print_json(as_dict(comparison))
     else:
         print(table, end="")
     return DONE
+
+
+def _read(file: Path) -> Record:
+    from ..bench.record import from_json
+
+    try:
+        return from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a record of the bench: {error}") from None
 
 
 def _places(options: argparse.Namespace) -> Places:

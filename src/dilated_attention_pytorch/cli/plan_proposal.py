@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Proposal:
         b, n, h, _, _ = self.call.shape
         return b * h * (n * (n + 1) // 2 if self.call.spec.is_causal else n * n)
 
-    @property
+    @cached_property
     def relative_time(self) -> float | None:
         """Over that of dense attention, where it can be told: on one CPU. Ranks depend on their network."""
         return None if self.ranks > 1 else relative_time(self.call)

@@ -12,6 +12,7 @@ then holds what was found until then.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import shlex
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(to_json(findings) | {"report": str(options.out)})
     if findings.is_interrupted:
         return INTERRUPTED
-    return DONE if findings.is_exact else FAILED
+    return DONE if findings.is_exact and not findings.has_failed else FAILED
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -106,6 +107,8 @@ def choose_view(is_json: bool) -> View:
     from .view import PlainView
 
     stream = sys.stderr if is_json else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):  # a model may write characters that a terminal does not know
+        stream.reconfigure(errors="replace")
     if not stream.isatty():
         return PlainView(stream)
     try:

@@ -47,6 +47,7 @@ class Findings:
     why_no_training: str | None
     seconds: float
     is_interrupted: bool
+    has_failed: bool = False  # an error ended the training, and `why_no_training` names it
 
     @property
     def is_exact(self) -> bool:
@@ -60,7 +61,7 @@ def gather(view: View, seconds: float, train_seconds: float, steps: int | None) 
     rows: list[Row] = []
     training: Training | None = None
     why_no_training = None
-    is_interrupted = False
+    is_interrupted = has_failed = False
     try:
         view.show_title(
             f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, float32, "
@@ -76,8 +77,11 @@ def gather(view: View, seconds: float, train_seconds: float, steps: int | None) 
         files = source_files()
         why_no_training = _why_no_training(is_exact, files, train_seconds if steps is None else math.inf)
         if why_no_training is None and not is_interrupted:
-            training = train_in_view(view, files, train_seconds, steps)
-            is_interrupted = training.is_interrupted
+            try:
+                training = train_in_view(view, files, train_seconds, steps)
+                is_interrupted = training.is_interrupted
+            except Exception as error:  # what was measured is worth its report all the same
+                why_no_training, has_failed = f"The training failed: {error}", True
     except KeyboardInterrupt:
         is_interrupted = True
     return Findings(
@@ -90,6 +94,7 @@ def gather(view: View, seconds: float, train_seconds: float, steps: int | None) 
         why_no_training=why_no_training,
         seconds=time.perf_counter() - begin,
         is_interrupted=is_interrupted,
+        has_failed=has_failed,
     )
 
 
@@ -175,6 +180,8 @@ def summarize_all(findings: Findings) -> str:
             f"In {training.seconds:.0f} s a model of {training.parameters:,} parameters learned to predict "
             f"Python source to {training.validations[-1][1]:.2f} bits per byte."
         )
+    if findings.has_failed and findings.why_no_training:
+        sentences.append(findings.why_no_training)
     return " ".join(sentences)
 
 
