@@ -1,4 +1,4 @@
-"""What pages print below `show` and `plan`, which need no files; tests/cli has the page of the commands."""
+"""What pages print below `show` and `plan`, which need no files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ BLOCK = re.compile(r"^```console\n\$ (dilated-attention (?:show|plan) .*)\n((?:.
 SHOWN = [
     pytest.param(command, output, id=f"{page.stem}-{number}")
     for page in sorted((ROOT / "docs").glob("*.md"))
-    if page.stem != "command_line"
     for number, (command, output) in enumerate(BLOCK.findall(page.read_text()))
 ]
 
@@ -28,6 +27,11 @@ def test_page_shows_what_a_command_prints(
     assert main(shlex.split(command)[1:]) == 0
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert printed.rstrip() == output.rstrip()
+
+
+def test_every_block_of_the_command_line_is_among_them() -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    assert len(BLOCK.findall(page)) == page.count("```console") >= 3
 
 
 def test_concepts_have_pictures() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
+from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Shape, plan_dilated
+from ..plan.shape import Pass
 from ..spec import DilatedSpec
 
 CPU = torch.device("cpu")
@@ -48,3 +49,13 @@ class Call:
     def layer_bytes(self) -> int:
         """What a layer keeps for its backward: q, k, v, out and lse."""
         return 2 * self.query_bytes + 2 * self.key_bytes + self.lse_bytes
+
+    def plan(self, direction: Pass) -> Plan:
+        """The plan that the call itself would follow."""
+        return plan_dilated(
+            self.spec,
+            self.shape,
+            itemsize=self.dtype.itemsize,
+            direction=direction,
+            workspace_bytes=self.workspace_bytes,
+        )

@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from ..kernels import Request, choose_kernel
-from ..plan import Plan, plan_dilated
+from ..plan import Plan
 from ..plan.shape import Pass
 from .call import Call
 
@@ -49,13 +49,7 @@ def predict_memory(call: Call) -> Memory:
 
 def workspace_peak(call: Call, direction: Pass) -> int:
     """Scratch of the engine: packed copies and the kernel's results of its largest tiles, sums of a panel."""
-    plan = plan_dilated(
-        call.spec,
-        call.shape,
-        itemsize=call.dtype.itemsize,
-        direction=direction,
-        workspace_bytes=call.workspace_bytes,
-    )
+    plan = call.plan(direction)
     tiles, d = plan.tiles, call.shape.d
     if not tiles:
         return 0

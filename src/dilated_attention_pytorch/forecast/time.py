@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from ..plan import Tile, plan_dilated
+from ..plan import Tile
 from ..plan.shape import Pass
 from .call import Call
 
@@ -43,14 +43,7 @@ def relative_time(call: Call) -> float | None:
 
 
 def _pass_work(call: Call, direction: Pass) -> float:
-    plan = plan_dilated(
-        call.spec,
-        call.shape,
-        itemsize=call.dtype.itemsize,
-        direction=direction,
-        workspace_bytes=call.workspace_bytes,
-    )
-    return sum(_tile_work(tile, call.shape.d, direction) for tile in plan.tiles)
+    return sum(_tile_work(tile, call.shape.d, direction) for tile in call.plan(direction).tiles)
 
 
 def _tile_work(tile: Tile, d: int, direction: Pass) -> float:
