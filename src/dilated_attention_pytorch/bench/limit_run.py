@@ -104,15 +104,15 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run], end:
 
 def _next_length(case: LimitCase, runs: list[Run], fitting: Run | None, too_long: float) -> int:
     """The first lengths, then what the line predicts; halfway to what is too long where it does not tell."""
-    untried = [n for n in first_lengths(case) if n not in [run.n for run in runs] and n < too_long]
+    tried = [run.n for run in runs]
+    untried = [n for n in first_lengths(case) if n not in tried and n < too_long]
     if untried:
         return untried[0]
-    if len(runs) < 2:
-        return int((fitting.n if fitting else 0) + too_long) // 2 if too_long < math.inf else 0
-    n = predict(case.budget, runs, token_bytes(case))
+    n = predict(case.budget, runs, token_bytes(case)) if len(runs) > 1 else math.inf
     if n < too_long:
-        return n
-    return (fitting.n if fitting else 0) + int(too_long - (fitting.n if fitting else 0)) // 2
+        return int(n)
+    low = fitting.n if fitting else 0
+    return low + int(too_long - low) // 2 if too_long < math.inf else 0
 
 
 def first_lengths(case: LimitCase) -> list[int]:
