@@ -67,7 +67,7 @@ if typing.TYPE_CHECKING:
         unshard_sequence,
     )
     from .sparse_spec import SparsePatternConfig
-    from .spec import DilatedSpec
+    from .spec import DilatedSpec, branches_for
 
 __all__ = [
     "BlockPattern",
@@ -105,6 +105,7 @@ __all__ = [
     "attend_last",
     "attention_rows",
     "block_sparse_attention",
+    "branches_for",
     "build_block_pattern",
     "choose_dilated_attention",
     "create_block_sparse_attention",
@@ -176,7 +177,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "unshard_sequence",
     ),
     "sparse_spec": ("SparsePatternConfig",),
-    "spec": ("DilatedSpec",),
+    "spec": ("DilatedSpec", "branches_for"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -44,6 +45,13 @@ class DilatedSpec:
                 "segment_lengths and dilation_rates must have the same length, got "
                 f"{len(self.segment_lengths)} and {len(self.dilation_rates)}"
             )
+        if wide := [(w, r) for w, r in self.branches if r > w]:
+            exchanged = "; were segment_lengths and dilation_rates exchanged?"
+            hint = exchanged if all(w <= r for w, r in self.branches) else ""
+            raise ValueError(
+                "dilation_rates must not exceed their segment_lengths, got rate "
+                f"{wide[0][1]} for a segment of {wide[0][0]}{hint}"
+            )
         if self.scale is not None:
             set_field(self, "scale", finite_float("scale", self.scale))
         set_field(self, "dropout_p", finite_float("dropout_p", self.dropout_p))
@@ -66,17 +74,92 @@ class DilatedSpec:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
 
-def geometric_branches(n: int, first: int, ratio: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """LongNet's rule (arXiv 2307.02486, section 3.1): lengths and rates grow by one ratio until one spans n.
+Branches = tuple[tuple[int, ...], tuple[int, ...]]
 
-    A branch scores n w / r**2 pairs, so each costs a `ratio`-th of the one before, and all of them less than
-    ratio / (ratio - 1) times the first: the cost grows with n.
+
+def branches_for(
+    max_length: int, num_heads: int | None = None, *, first: int = 2048, ratio: int | None = None
+) -> Branches:
+    """Segment lengths and dilation rates for sequences of up to `max_length` positions.
+
+    LongNet's rule (arXiv 2307.02486, section 3.1): lengths and rates grow by one ratio, from a segment of
+    `first` positions at rate 1, until a segment spans `max_length`. A branch scores n w / r**2 pairs a head,
+    so each costs a `ratio`-th of the one before, and all of them less than ratio / (ratio - 1) times the
+    first: the cost grows with the length, not with its square. With `num_heads` no branch costs more than
+    the first.
+
+        >>> branches_for(32768)
+        ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+        >>> branches_for(32768, num_heads=12)
+        ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 8))
+
+    Args:
+        max_length: what the longest segment spans. Longer sequences fall into segments that never meet.
+        num_heads: heads of the attention. Each serves one of the r residues of a branch, so where a rate
+            would exceed them it stays below, as long as the branch costs no more than the first. Where it
+            cannot, a UserWarning says what is left out.
+        first: length of the segments in which every position meets every other.
+        ratio: at least 2. By default 2 where five branches suffice, as in LongNet's own settings, else 4.
+
+    Returns:
+        `(segment_lengths, dilation_rates)`, as `dilated_attention` and all modules take them.
     """
-    segment_lengths, dilation_rates = [first], [1]
-    while segment_lengths[-1] < n:
-        segment_lengths.append(segment_lengths[-1] * ratio)
-        dilation_rates.append(dilation_rates[-1] * ratio)
-    return tuple(segment_lengths), tuple(dilation_rates)
+    sizes = {"max_length": max_length, "num_heads": num_heads, "first": first, "ratio": ratio}
+    for name, size in sizes.items():
+        if size is not None or name in ("max_length", "first"):
+            positive_int(name, size)
+    if ratio == 1:
+        raise ValueError("ratio must be at least 2, or the segments never span max_length, got 1")
+    step = ratio or (2 if max_length <= 16 * first else 4)
+    lengths, rates = [first], [1]
+    while lengths[-1] < max_length:
+        length, rate = lengths[-1] * step, rates[-1] * step
+        if num_heads is not None and rate > num_heads:
+            covered = rates[-1] * max(1, num_heads // rates[-1])
+            rate = covered if length <= first * covered**2 else rate
+        lengths.append(length)
+        rates.append(rate)
+    spec = DilatedSpec(lengths, rates)  # which checks that the numbers fit
+    if num_heads is not None and rates[-1] > num_heads:
+        warnings.warn(_left_out(lengths, rates, num_heads), stacklevel=2)
+    return tuple(spec.segment_lengths), tuple(spec.dilation_rates)
+
+
+def _left_out(lengths: list[int], rates: list[int], num_heads: int) -> str:
+    served = max((w for w, r in zip(lengths, rates, strict=True) if r <= num_heads), default=lengths[0])
+    return (
+        f"with {num_heads} heads a branch of rate {rates[-1]} serves {num_heads} of every {rates[-1]} "
+        f"positions; the others reach further than {served} positions only through several layers "
+        f"(`dilated-attention show --layers` draws it; more heads or a longer first segment avoid it)"
+    )
+
+
+def resolve_branches(
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    max_length: int | None,
+    num_heads: int | None = None,
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Branches of a module: the lists if they are given, else those for `max_length`, else the defaults."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        given = "segment_lengths" if dilation_rates is None else "dilation_rates"
+        raise ValueError(f"segment_lengths and dilation_rates are given together, got {given} alone")
+    if max_length is not None:
+        positive_int("max_length", max_length)
+    if segment_lengths is not None and dilation_rates is not None:
+        return segment_lengths, dilation_rates
+    if max_length is None:
+        return DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
+    return branches_for(max_length, num_heads)
+
+
+def positive_int(name: str, value: object, bits: int = 62) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a positive int, got {value!r} of type {type(value).__name__}")
+    number = operator.index(value)
+    if not 0 < number < 2**bits:
+        raise ValueError(f"{name} must be positive and below 2**{bits}, got {number}")
+    return number
 
 
 def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.bench.cases import MemoryCase
 from dilated_attention_pytorch.bench.child import measure_in_child
 from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.cli.plan_proposal import geometric_branches
+from dilated_attention_pytorch.cli.plan_proposal import branches_for
 from dilated_attention_pytorch.forecast.call import Call
 from dilated_attention_pytorch.forecast.memory import predict_memory
 from dilated_attention_pytorch.plan import Shape
@@ -113,9 +113,9 @@ def test_memory_is_what_the_bench_measures() -> None:
 
 
 def test_branches_follow_the_geometric_rule() -> None:
-    assert geometric_branches(1000, 2048, 4) == ((2048,), (1,))
-    assert geometric_branches(2049, 2048, 4) == ((2048, 8192), (1, 4))
-    assert geometric_branches(70000, 2048, 8) == ((2048, 16384, 131072), (1, 8, 64))
+    assert branches_for(1000, first=2048, ratio=4) == ((2048,), (1,))
+    assert branches_for(2049, first=2048, ratio=4) == ((2048, 8192), (1, 4))
+    assert branches_for(70000, first=2048, ratio=8) == ((2048, 16384, 131072), (1, 8, 64))
 
 
 def test_flops_and_share_of_dense_are_exact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from dilated_attention_pytorch.decode import DilatedKVCache, attend_last
 from dilated_attention_pytorch.decode.lanes import plan_lanes
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec
+from support.configurations import segment_and_rate
 from support.tolerances import assert_close
 
 
@@ -73,7 +74,7 @@ class Stream:
 
 @st.composite
 def streams(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Stream:
-    branches = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 6)), min_size=1, max_size=3))
+    branches = draw(st.lists(segment_and_rate(24, 6), min_size=1, max_size=3))
     h_kv, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     b = draw(st.integers(1, 3))
     ragged = draw(st.booleans())

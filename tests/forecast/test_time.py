@@ -10,7 +10,7 @@ import torch
 from dilated_attention_pytorch.forecast.call import Call
 from dilated_attention_pytorch.forecast.time import KEY_BLOCK, computed_pairs, relative_time
 from dilated_attention_pytorch.plan import Shape
-from dilated_attention_pytorch.spec import DilatedSpec, geometric_branches
+from dilated_attention_pytorch.spec import DilatedSpec, branches_for
 
 
 def forecast(
@@ -45,7 +45,7 @@ def test_dense_attention_as_one_segment_costs_little_more(causal: bool, train: b
 
 
 def test_longer_sequences_save_more_and_shorter_segments_too() -> None:
-    times = [forecast(n, *geometric_branches(n, 2048, 4)) for n in (4096, 16384, 65536)]
+    times = [forecast(n, *branches_for(n, first=2048, ratio=4)) for n in (4096, 16384, 65536)]
     assert times == sorted(times, reverse=True)
     assert forecast(16384, (1024, 4096, 16384), (1, 4, 16)) < forecast(16384, (4096, 16384), (1, 4))
 

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.integrations.torchscale import (
 from dilated_attention_pytorch.integrations.torchscale_config import torchscale_settings
 from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder
 from integrations.transcription import Settings, State, layer_shapes, random_state, stack
+from support.configurations import segment_and_rate
 
 TOLERANCE = 1e-9
 
@@ -142,7 +143,7 @@ def test_fused_projections_take_the_separate_ones() -> None:
 @given(
     n=st.integers(1, 200),
     heads=st.integers(1, 7),
-    branches=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 9)), min_size=1, max_size=3),
+    branches=st.lists(segment_and_rate(250, 9), min_size=1, max_size=3),
     is_causal=st.booleans(),
 )
 def test_any_pattern_equals_transcription(

@@ -21,6 +21,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos, make_position_encoding
 from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.configurations import segment_and_rate
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
 
@@ -146,7 +147,7 @@ def test_half_precision_is_turned_in_float32() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=3),
+    st.lists(segment_and_rate(12, 3), min_size=1, max_size=3),
     st.integers(1, 90),
     st.booleans(),
     st.integers(0, 2**16),

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.modules import pretrained
 from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig, StackConfig
 from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
+from support.configurations import segment_and_rate
 from support.tolerances import assert_close
 
 SMALL: dict[str, Any] = {
@@ -41,7 +42,7 @@ def make_lm(**options: Any) -> LongNetLM:
 @given(
     heads=st.sampled_from([(4, None), (4, 2), (6, 1), (1, 1)]),
     head_dim=st.sampled_from([2, 8]),
-    branches=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), min_size=1, max_size=4),
+    branches=st.lists(segment_and_rate(5000, 20), min_size=1, max_size=4),
     rate=st.floats(0, 0.9),
     position_encoding=st.sampled_from([None, "rotary", "xpos"]),
     flag=st.booleans(),

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.ring import even_shards, plan_ring
 from ring.calls import plan_of
 from ring.configurations import Dilated, dilated
 from ring.counting import backward_bytes, forward_bytes, needed_rows
+from support.configurations import segment_and_rate
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 PLANNED = ("is_causal", "head_mixing", "head_offsets")
@@ -27,7 +28,7 @@ def specs(draw: st.DrawFn) -> Dilated:
         shards = list(even_shards(sum(shards), world))
     n = sum(shards)
     h_kv, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (6, 1)]))
-    branch = st.tuples(st.integers(1, n + n // 4 + 2), st.integers(1, 7))
+    branch = segment_and_rate(n + n // 4 + 2, 7)
     cuts = draw(st.lists(st.integers(0, n), max_size=3)) if draw(st.integers(0, 3)) == 0 else None
     return dilated(
         "random",

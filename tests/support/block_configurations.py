@@ -121,7 +121,9 @@ def block_configurations(draw: st.DrawFn, max_n: int = 500) -> BlockConfiguratio
     d = draw(st.sampled_from([1, 3, 8, 16]))
     pairs = b * h * (n // size + 1) ** 2
     least = 1 if pairs <= 100 else 32 * size * d * pairs // 100
-    segment = st.tuples(st.integers(size, max(size, n + n // 4)), st.integers(1, 6))
+    segment = st.tuples(st.integers(size, max(size, n + n // 4)), st.integers(1, 6)).map(
+        lambda pair: (pair[0], min(pair))
+    )
     return BlockConfiguration(
         b=b,
         n=n,

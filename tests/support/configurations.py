@@ -88,6 +88,12 @@ class Configuration:
         }
 
 
+def segment_and_rate(longest: int, largest_rate: int) -> st.SearchStrategy[tuple[int, int]]:
+    """(segment length, dilation rate), the rate no larger than its segment."""
+    pairs = st.tuples(st.integers(1, longest), st.integers(1, largest_rate))
+    return pairs.map(lambda pair: (pair[0], min(pair)))
+
+
 @st.composite
 def configurations(draw: st.DrawFn, max_n: int = 600) -> Configuration:
     n = draw(st.one_of(st.integers(1, 64), st.integers(1, max_n)))
@@ -95,7 +101,7 @@ def configurations(draw: st.DrawFn, max_n: int = 600) -> Configuration:
     packed = draw(st.integers(0, 3)) == 0
     cuts = draw(st.lists(st.integers(0, n), max_size=4)) if packed else []
     d = draw(st.sampled_from([1, 3, 8, 40, 64]))
-    branch = st.tuples(st.integers(1, max(2, n + n // 4)), st.integers(1, 16))
+    branch = segment_and_rate(max(2, n + n // 4), 16)
     return Configuration(
         b=1 if packed else draw(st.integers(1, 3)),
         n=n,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec, geometric_branches
+from ..spec import DilatedSpec, branches_for
 from .config import Config
 
 Memory = Literal["fresh", "pool", "lightweight"]
@@ -19,7 +19,7 @@ MAIN_CANDIDATES = (
     "BlockSparseDilatedAttention",
     "MultiheadDilatedAttention",
 )
-FIRST_SEGMENT, RATIO = 2048, 4  # of the branches that nobody named
+RATIO = 4  # of the branches that nobody named
 DENSE_LENGTH = 8192  # beyond it dense attention takes part in fewer rounds
 
 
@@ -99,13 +99,8 @@ def compare_cases(
     )
 
 
-def branches_for(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and rates by LongNet's rule for sequences up to n."""
-    return geometric_branches(n, FIRST_SEGMENT, RATIO)
-
-
 _LENGTHS = (2048, 8192, 32768)
-_SUITE = ModuleConfig(4, 64, *branches_for(max(_LENGTHS)))
+_SUITE = ModuleConfig(4, 64, *branches_for(max(_LENGTHS), ratio=RATIO))
 MODULE_SUITE = compare_cases(_SUITE, _LENGTHS, MAIN_CANDIDATES, passes=(False, True), repeats=3)
 _QUICK = ModuleConfig(2, 16, (32, 128), (1, 2), sparsity=0.5, block_size=32)
 MODULE_QUICK = (

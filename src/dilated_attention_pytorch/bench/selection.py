@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from ..spec import branches_for
 from .cases import SUITES, Case, LongCase, PoolCase, describe
 from .forecast_cases import ForecastCase, forecast_target
 from .limit_cases import LIMIT_CONFIG, LIMITED, LimitCase, limit_case, limit_target
 from .model_cases import ModelCase, model_target
 from .module_candidates import ENTRIES, did_you_mean
-from .module_cases import MAIN_CANDIDATES, CompareCase, ModuleConfig, branches_for, compare_cases
+from .module_cases import MAIN_CANDIDATES, RATIO, CompareCase, ModuleConfig, compare_cases
 from .quality_cases import QualityCase, quality_target
 from .ring_cases import RingCase
 from .run import TIMED
@@ -67,7 +68,7 @@ def _cases(options: argparse.Namespace, names: tuple[str, ...], are_suites: bool
     if options.limit is not None:
         return _limit_cases(options, names or (LIMITED,))
     lengths = tuple(dict.fromkeys(options.lengths or DEFAULT_LENGTHS))
-    base = ModuleConfig(8, 64, *branches_for(max(lengths)))
+    base = ModuleConfig(8, 64, *branches_for(max(lengths), ratio=RATIO))
     passes = tuple(p for p, asked in ((False, options.forward), (True, options.training)) if asked)
     repeats = {} if options.repeats is None else {"repeats": options.repeats}
     return compare_cases(

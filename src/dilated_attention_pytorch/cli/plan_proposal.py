@@ -18,7 +18,7 @@ from ..forecast.time import relative_time
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.shape import Pass
 from ..ring import RingSchedule, plan_ring
-from ..spec import DilatedSpec, geometric_branches
+from ..spec import DilatedSpec, branches_for
 from .text import show_bytes
 
 MAX_RANKS = 1024
@@ -83,7 +83,7 @@ def make_proposal(options: Namespace) -> Proposal:
         raise ValueError(
             f"--ratio must be at least 2, or the segments never span the sequence, got {options.ratio}"
         )
-    branches = geometric_branches(options.length, options.first_segment, options.ratio)
+    branches = branches_for(options.length, first=options.first_segment, ratio=options.ratio)
     device = torch.device(options.device)
     call = Call(
         Shape(

@@ -16,7 +16,7 @@ from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..plan import BlockPattern, Shape, plan_dilated
 from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec, geometric_branches
+from ..spec import DilatedSpec, branches_for
 from .memory import peak_of
 
 HEADS, HEAD_DIM = 8, 64
@@ -59,7 +59,7 @@ class Row:
 
 def ladder(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Segment lengths and rates for a length: both grow fourfold until a segment spans it all."""
-    return geometric_branches(n, FIRST_SEGMENT, STEP)
+    return branches_for(n, first=FIRST_SEGMENT, ratio=STEP)
 
 
 def block_pattern(n: int) -> BlockPattern:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..spec import geometric_branches
+from ..spec import branches_for
 
 PRECISIONS = ("float32", "bfloat16")
 RING_KINDS = ("ring", "block_sparse_ring")
@@ -171,7 +171,7 @@ def changed_settings(before: TrainConfig, after: TrainConfig) -> list[str]:
 
 def default_branches(context_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Segment lengths and rates of LongNet's geometric rule, from a sixteenth of the context, at least 64."""
-    return geometric_branches(context_length, max(FIRST_SEGMENT, context_length // STEP**2), STEP)
+    return branches_for(context_length, first=max(FIRST_SEGMENT, context_length // STEP**2), ratio=STEP)
 
 
 def _listed(value: Any) -> Any:
