@@ -175,7 +175,7 @@ def test_names_shapes_and_count_are_those_of_the_published_model() -> None:
         (262144, 256, (1024, 5792, 32768, 185363, 1048576)),
         (65536, 256, (1024, 2896, 8192, 23170, 65536)),
         (100000, 256, (1024, 3444, 11585, 38967, 131072)),  # 390 ** 2 tiles are more than 2 ** 17
-        (256, 256, (1024, 181, 32, 5, 1)),
+        (1024, 256, (1024, 362, 128, 45, 16)),
     ],
 )
 def test_segment_lengths_follow_the_size_of_the_slide(
@@ -183,6 +183,14 @@ def test_segment_lengths_follow_the_size_of_the_slide(
 ) -> None:
     assert gigapath_segment_lengths(size, tile) == expected
     assert LongNetViT(**SMALL, max_wsi_size=size, tile_size=tile).config.segment_lengths == expected
+
+
+def test_slides_of_a_few_tiles_have_no_segments_for_the_rates() -> None:
+    assert gigapath_segment_lengths(256, 256) == (1024, 181, 32, 5, 1)
+    with pytest.raises(
+        ValueError, match="must not exceed their segment_lengths, got rate 8 for a segment of 5"
+    ):
+        LongNetViT(**SMALL, max_wsi_size=256)
 
 
 def test_positions_are_those_of_a_table_of_all_cells() -> None:

@@ -158,7 +158,7 @@ DILATED = (
     dilated("rates not nested", (30, 30), ((12, 2), (60, 3)), h=6, h_kv=6),
     dilated("rates not nested causal", (30, 30), ((12, 2), (60, 3)), h=6, h_kv=3, options=CAUSAL),
     dilated("rate above the shard", (6, 6), ((12, 8), (5, 1)), h=9, h_kv=9),
-    dilated("rate above the segment", (20, 21), ((6, 9), (41, 13)), h=4, h_kv=4),
+    dilated("rate equal to the segment", (20, 21), ((9, 9), (41, 13)), h=4, h_kv=4),
     dilated("rate without a head's offset", (20, 20), ((40, 7),), h=2, h_kv=2),
     dilated("many branches", (33, 32), ((3, 1), (7, 2), (13, 3), (29, 5), (65, 4))),
     dilated("a branch twice", (24, 24), ((32, 2), (32, 2), (16, 1))),
