@@ -18,7 +18,7 @@ from .modules import (
 )
 from .plan import BlockPattern
 from .sparse_spec import SparsePatternConfig
-from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .spec import resolve_branches
 
 VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
     "base": BlockSparseDilatedAttention,
@@ -41,8 +41,8 @@ PRESETS: Mapping[str, SparsePatternConfig] = {
 
 def create_block_sparse_attention(
     variant: str = "auto",
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
     *,
     sparsity_ratio: float | None = None,
@@ -59,7 +59,8 @@ def create_block_sparse_attention(
     `module.choice` holds what was chosen and why; it is also logged.
 
     Args:
-        segment_lengths, dilation_rates: the branches of "dilated_sparse" patterns.
+        segment_lengths, dilation_rates: the branches of "dilated_sparse" patterns; or `max_length`, the
+            longest sequence, for which `branches_for` gives them.
         sparse_config: the whole pattern: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern`.
         preset: a pattern by name instead: "local", "document", "genome", "multiscale" or "extreme".
         sparsity_ratio, block_size, pattern_type: change single fields of the preset or the default config.
@@ -97,9 +98,11 @@ def create_block_sparse_attention(
         variant = "multihead" if "embed_dim" in options else kind if kind in _PATTERN_TYPES else "base"
         why = "embed_dim is given" if variant == "multihead" else f"pattern {kind or 'given as blocks'}"
         reasons.append(f"variant: {why}")
+    longest, heads = options.pop("max_length", None), options.get("num_heads")
+    branches = resolve_branches(segment_lengths, dilation_rates, longest, heads)
     made: dict[str, Any] = {
-        "segment_lengths": segment_lengths,
-        "dilation_rates": dilation_rates,
+        "segment_lengths": branches[0],
+        "dilation_rates": branches[1],
         "sparse_config": config,
         **options,
     }

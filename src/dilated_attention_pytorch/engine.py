@@ -31,6 +31,7 @@ class Inputs:
     seed: int
     kernel: Kernel
     workspace: Workspace
+    hides_zeros: bool = False  # keys and values that key_mask hides are zeros already
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -68,7 +69,7 @@ class Inputs:
         """Packed keys and values (B, H_kv, M, d) with their mask (B, H_kv, M), ready for the kernel."""
         if mask is not None and bool(mask.all()):
             mask = None
-        if mask is not None:
+        if mask is not None and not self.hides_zeros:
             # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
             hidden = ~mask.unsqueeze(-1)
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)

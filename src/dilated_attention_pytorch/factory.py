@@ -21,7 +21,7 @@ from .modules import (
 )
 from .modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 from .modules.skin import AttentionSkin
-from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
+from .spec import DilatedSpec, resolve_branches
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
@@ -52,8 +52,8 @@ class Choice:
 
 def create_dilated_attention(
     kind: str = "auto",
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
     seq_len: int | None = None,
     **options: Any,
@@ -73,7 +73,9 @@ def create_dilated_attention(
     the kind's class) always wins. `module.choice` holds what was chosen and why; it is also logged.
 
     Args:
-        seq_len: the length that the module is meant for, if it is known. Segments reach no further.
+        segment_lengths, dilation_rates: one entry a branch; given together, or both left out.
+        seq_len: the longest sequence that the module is meant for, if it is known; also `max_length`.
+            `branches_for` gives the branches that are left out for it.
     """
     choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
     LOGGER.info("%s", choice)
@@ -86,8 +88,8 @@ def create_multihead_dilated_attention(
     kind: str = "auto",
     embed_dim: int = 768,
     num_heads: int = 12,
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
     seq_len: int | None = None,
     **options: Any,
@@ -111,8 +113,8 @@ def create_multihead_dilated_attention(
 
 def choose_dilated_attention(
     kind: str = "auto",
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
     seq_len: int | None = None,
     **options: Any,
@@ -124,8 +126,8 @@ def choose_dilated_attention(
 def _choose(
     kinds: Mapping[str, Callable[..., Any]],
     kind: str,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
     seq_len: int | None,
     options: Mapping[str, Any],
     sizes: Mapping[str, Any],
@@ -133,9 +135,14 @@ def _choose(
     known = ("auto", *kinds)
     if kind not in known:
         raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
+    options, max_length = dict(options), options.get("max_length")
+    options.pop("max_length", None)
     if seq_len is not None:
         check_positive_int("seq_len", seq_len)
-    spec = DilatedSpec(segment_lengths, dilation_rates)
+        if max_length not in (None, seq_len):
+            raise ValueError(f"seq_len and max_length are one, got {seq_len} and {max_length}")
+    seq_len = max_length if seq_len is None else seq_len
+    spec = DilatedSpec(*resolve_branches(segment_lengths, dilation_rates, seq_len, sizes.get("num_heads")))
     reach = min(max(spec.segment_lengths), seq_len or max(spec.segment_lengths))
     is_long = reach >= POOL_FROM
     length = f"segments reach over {reach} positions, {POOL_FROM} {'or more' if is_long else 'not reached'}"
@@ -150,6 +157,8 @@ def _choose(
         if options.get("enable_memory_pool", bool(proposals[:-1])):
             proposals.append(("lightweight_pool", True, f"{little}, so that no results are kept"))
     reasons = [] if kind != "auto" else [f"kind: {length}"]
+    if seq_len is not None and segment_lengths is None:
+        reasons.append(f"segments: LongNet's rule, until one spans {seq_len} tokens")
     reasons += [f"{name}: {'as asked' if name in options else why}" for name, _, why in proposals]
     chosen = {name: value for name, value, _ in proposals}
     branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}

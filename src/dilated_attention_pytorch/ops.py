@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import engine
+from . import engine, packed
 from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
 from .core.pattern_cache import get_global_pattern_cache
 from .core.workspace import Workspace
-from .engine import Merged
+from .engine import Inputs, Merged
+from .packed import Documents, group_documents
 from .plan import Part, Plan, Shape, plan_dilated
+from .plan.dilated import digest
 from .plan.shape import Pass
 from .spec import DilatedSpec
 
@@ -75,8 +77,11 @@ def dilated_attention_op(
     direction: Pass = "backward" if raw[_DROPOUT_P] else "forward"
 
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        plan = _plan(options, direction, q, k, cu_seqlens)
-        return engine.forward(plan, attention_inputs(options, q, k, v, key_mask, seed, workspace))
+        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
+        documents = _documents(options, inputs, cu_seqlens)
+        if documents.batches:
+            return packed.forward(documents, partial(_plan, options, direction, q.element_size()), inputs)
+        return engine.forward(_whole_plan(options, direction, q, k, cu_seqlens), inputs)
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)
@@ -104,28 +109,54 @@ def dilated_attention_backward_op(
     """(dq, dk, dv) from the forward's results and the gradients of its outputs."""
 
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        plan = _plan(options, "backward", q, k, cu_seqlens)
         inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
-        return engine.backward(plan, inputs, Merged(out, lse, grad_out, grad_lse))
+        merged = Merged(out, lse, grad_out, grad_lse)
+        documents = _documents(options, inputs, cu_seqlens)
+        if documents.batches:
+            make_plan = partial(_plan, options, "backward", q.element_size())
+            return packed.backward(documents, make_plan, inputs, merged)
+        return engine.backward(_whole_plan(options, "backward", q, k, cu_seqlens), inputs, merged)
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)
 
 
-def _plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
+def _whole_plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
     b, n, h, d = q.shape
-    first, total = options.head_slice or (0, h)
+    docs = None if cu_seqlens is None else document_bounds(cu_seqlens, n)
+    return _plan(options, direction, q.element_size(), Shape(b, n, h, k.shape[2], d), docs)
+
+
+def _plan(
+    options: Options, direction: Pass, itemsize: int, shape: Shape, docs: tuple[int, ...] | None = None
+) -> Plan:
+    first, total = options.head_slice or (0, shape.h)
     return plan_dilated(
         options.spec,
-        Shape(b, n, h, k.shape[2], d),
-        itemsize=q.element_size(),
+        shape,
+        itemsize=itemsize,
         direction=direction,
-        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, n),
+        docs=docs,
         workspace_bytes=options.workspace_bytes,
         cache=get_global_pattern_cache() if options.use_pattern_cache else None,
         steps=options.steps,
-        part=Part(n, 0, total, first),
+        part=Part(shape.n, 0, total, first),
     )
+
+
+def _documents(options: Options, inputs: Inputs, cu_seqlens: Tensor | None) -> Documents:
+    if cu_seqlens is None:
+        return Documents(())
+    _, n, h, d = inputs.q.shape
+    bounds = document_bounds(cu_seqlens, n)
+    row_bytes = 2 * (h + inputs.k.shape[2]) * d * inputs.q.element_size()
+    rows_fit = options.workspace_bytes // row_bytes
+    if not options.use_pattern_cache:
+        return group_documents(bounds, options.spec, rows_fit)
+    key = ("documents", digest(bounds), options.is_causal, options.tail, rows_fit)
+    build = partial(group_documents, bounds, options.spec, rows_fit)
+    documents: Documents = get_global_pattern_cache().get_or_build(key, build)
+    return documents
 
 
 def document_bounds(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
@@ -152,7 +183,7 @@ register_attention(dilated_attention_op, dilated_attention_backward_op, num_tens
 def _flops(
     matmuls: int, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, raw: tuple[Any, ...]
 ) -> int:
-    plan = _plan(Options(*raw), direction, q, k, cu_seqlens)
+    plan = _whole_plan(Options(*raw), direction, q, k, cu_seqlens)
     return 2 * matmuls * q.shape[-1] * plan.num_pairs
 
 

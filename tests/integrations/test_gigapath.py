@@ -187,9 +187,7 @@ def test_segment_lengths_follow_the_size_of_the_slide(
 
 def test_slides_of_a_few_tiles_have_no_segments_for_the_rates() -> None:
     assert gigapath_segment_lengths(256, 256) == (1024, 181, 32, 5, 1)
-    with pytest.raises(
-        ValueError, match="must not exceed their segment_lengths, got rate 8 for a segment of 5"
-    ):
+    with pytest.raises(ValueError, match="got rate 8 for a segment of 5"):
         LongNetViT(**SMALL, max_wsi_size=256)
 
 

@@ -50,7 +50,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         redo = swallowed if redo is None else redo | swallowed
     if redo is not None and bool(redo.any()):
         exact, exact_lse = EAGER.forward(q, k, v, how)
-        # In place: what follows rounds by the layout (vectors and what is left of them), which must not change.
+        # In place: what follows rounds by the layout, vectors and the rest.
         out.copy_(torch.where(redo.unsqueeze(-1), exact, out))
         lse.copy_(torch.where(redo, exact_lse, lse))
     return out, lse

@@ -17,7 +17,7 @@ from ..core.blocks import check_positive_int
 from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..sparse_spec import SparsePatternConfig
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, finite_float
+from ..spec import finite_float
 from .block_sparse import BlockSparseDilatedAttention, Prepared
 
 LEAST_SCALE = 1e-3  # the gate is divided by the scale, which must leave it in the range of half precision
@@ -52,8 +52,8 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
         *,
         num_heads: int | None = None,

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import (
-    DEFAULT_DILATION_RATES,
-    DEFAULT_SEGMENT_LENGTHS,
-    DilatedSpec,
-    HeadMixing,
-    HeadOffsets,
-    Tail,
-)
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, resolve_branches
 from .skin import AttentionSkin, one_dropout
 
 
@@ -25,7 +18,8 @@ class DilatedAttention(AttentionSkin):
     """Dilated attention over (b, n, h, d) tensors; see `dilated_attention` for what it computes.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch; given together, or both left at their defaults.
+        segment_lengths, dilation_rates: one entry a branch; given together, or both left out.
+        max_length: the longest sequence, for which `branches_for` gives the branches that are left out.
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
         attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
         head_mixing, head_offsets, tail, detach_mixing, kernel, workspace_bytes: as in `dilated_attention`.
@@ -34,6 +28,8 @@ class DilatedAttention(AttentionSkin):
         lightweight_pool: of the pool only what costs next to nothing: scratch is reused, results are fresh.
         enable_profiling: more figures in the statistics of the pattern cache and the pool in use. Both serve
             all modules, and so does this switch.
+        allow_isolated_segments: a call with more tokens than the longest segment does not warn; see
+            `AttentionSkin.forward`.
         use_pattern_cache: plans are kept by shape in the global pattern cache; False plans each call anew.
         device, dtype: what the inputs must have, checked when given. The module has no parameters of its own.
     """
@@ -42,11 +38,13 @@ class DilatedAttention(AttentionSkin):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         *,
+        max_length: int | None = None,
+        allow_isolated_segments: bool = False,
         dropout: float | None = None,
         enable_memory_pool: bool = False,
         enable_profiling: bool = False,
@@ -62,8 +60,7 @@ class DilatedAttention(AttentionSkin):
         dtype: torch.dtype | None = None,
     ) -> None:
         spec = DilatedSpec(
-            segment_lengths,
-            dilation_rates,
+            *resolve_branches(segment_lengths, dilation_rates, max_length),
             scale=softmax_scale,
             dropout_p=one_dropout(attention_dropout, dropout),
             head_mixing=head_mixing,
@@ -73,6 +70,7 @@ class DilatedAttention(AttentionSkin):
         )
         super().__init__(
             spec,
+            allow_isolated_segments=allow_isolated_segments,
             enable_memory_pool=enable_memory_pool,
             enable_profiling=enable_profiling,
             lightweight_pool=lightweight_pool,

@@ -20,7 +20,7 @@ from ..plan import BlockPattern
 from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
 from ..sparse_spec import SparsePatternConfig
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
+from ..spec import DilatedSpec, resolve_branches
 from .ring import RingOptions, RingSkin
 from .skin import AttentionSkin, one_dropout
 
@@ -38,7 +38,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
     """Attention over the blocks that a pattern keeps, one softmax a row; see `block_sparse_attention`.
 
     Args:
-        segment_lengths, dilation_rates: the branches of the pattern type "dilated_sparse".
+        segment_lengths, dilation_rates, max_length: the branches of the pattern type "dilated_sparse".
         sparse_config: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern` for one length. The
             type "adaptive" scores blocks anew in each call, by their mean queries and keys; see
             `build_block_pattern`.
@@ -51,19 +51,19 @@ class BlockSparseDilatedAttention(AttentionSkin):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         *,
+        max_length: int | None = None,
         dropout: float | None = None,
         **options: Any,
     ) -> None:
+        lists = resolve_branches(segment_lengths, dilation_rates, max_length)
         dropout_p = one_dropout(attention_dropout, dropout)
-        super().__init__(
-            DilatedSpec(segment_lengths, dilation_rates, scale=softmax_scale, dropout_p=dropout_p), **options
-        )
+        super().__init__(DilatedSpec(*lists, scale=softmax_scale, dropout_p=dropout_p), **options)
         self.pattern: BlockPattern | None = None
         self.sparse_config: SparsePatternConfig | None = None
         self._recipe = ""
@@ -71,7 +71,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
             self.pattern = sparse_config
         else:
             self.sparse_config = SparsePatternConfig.of(sparse_config)
-            branches = check_branches(self.sparse_config, segment_lengths, dilation_rates)
+            branches = check_branches(self.sparse_config, *lists)
             self._recipe = write_recipe(self.sparse_config, branches)
 
     @property
@@ -86,6 +86,11 @@ class BlockSparseDilatedAttention(AttentionSkin):
     ) -> Tensor:
         prepared = self._prepare(query, key, is_causal, mask)
         return self._attend_prepared(prepared, value, is_causal, mask, self._dropout_now)
+
+    @property
+    def longest_segment(self) -> int | None:
+        config = self.sparse_config
+        return super().longest_segment if config and config.pattern_type == "dilated_sparse" else None
 
     def get_pattern(self, n: int, num_heads: int, *, is_causal: bool = False) -> BlockPattern:
         """The pattern that a call of this length and number of heads uses."""
@@ -181,8 +186,8 @@ class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
         *,
         ring_size: int | None = None,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from ..core.blocks import check_flags, check_positive_int
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, finite_float, one_of
+from ..spec import DilatedSpec, finite_float, one_of, resolve_branches
 from .call_checks import check_positive, check_probabilities
 from .feed_forward import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
@@ -26,10 +26,12 @@ _Config = TypeVar("_Config", bound="StackConfig")
 class StackConfig:
     """What all LongNet models have in common: the layers of `LongNetEncoder` and `LongNetDecoder`.
 
-    The fields are the arguments of those classes. `attention_options` go to the attention module of each
-    layer, for example `{"head_offsets": "blocked"}`. All values are plain data: numbers, strings, booleans,
-    None, and sequences and mappings of them. Constructing one validates it, apart from what only an attention
-    module can judge; a `TypeError` or `ValueError` states the rule and the fact.
+    The fields are the arguments of those classes. Without segment_lengths and dilation_rates they are those
+    that `branches_for` gives for `max_length`, the longest sequence, or the defaults. `attention_options` go
+    to the attention module of each layer, for example `{"head_offsets": "blocked"}`. All values are plain
+    data: numbers, strings, booleans, None, and sequences and mappings of them. Constructing one validates it,
+    apart from what only an attention module can judge; a `TypeError` or `ValueError` states the rule and the
+    fact.
     """
 
     model: ClassVar[str] = ""  # the name of the class that these are the settings of
@@ -38,8 +40,9 @@ class StackConfig:
     d_model: int = 768
     nhead: int = 12
     dim_feedforward: int = 3072
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS  # stored as tuples
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES
+    max_length: int | None = None
+    segment_lengths: Sequence[int] | None = None  # stored as tuples
+    dilation_rates: Sequence[int] | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
@@ -64,7 +67,8 @@ class StackConfig:
             raise ValueError(f"d_model must be a multiple of nhead, got {self.d_model} and {self.nhead}")
         if self.num_kv_heads is not None and self.nhead % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide nhead, got {self.num_kv_heads} and {self.nhead}")
-        spec = DilatedSpec(self.segment_lengths, self.dilation_rates)
+        branches = resolve_branches(self.segment_lengths, self.dilation_rates, self.max_length, self.nhead)
+        spec = DilatedSpec(*branches)
         set_field(self, "segment_lengths", spec.segment_lengths)
         set_field(self, "dilation_rates", spec.dilation_rates)
         for name in _PROBABILITIES:

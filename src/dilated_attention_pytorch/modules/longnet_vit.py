@@ -64,7 +64,8 @@ class LongNetViT(PretrainedModel):
         max_wsi_size: int | None = None,
         global_pool: bool = False,
         segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] = GIGAPATH_RATES,
+        dilation_rates: Sequence[int] | None = None,
+        max_length: int | None = None,
         dropout: float = 0.25,
         drop_path_rate: float = 0.1,
         device: torch.device | str | None = None,
@@ -83,16 +84,18 @@ class LongNetViT(PretrainedModel):
             "global_pool": global_pool,
             "segment_lengths": segment_lengths,
             "dilation_rates": dilation_rates,
+            "max_length": max_length,
             "dropout": dropout,
             "drop_path_rate": drop_path_rate,
         }
-        if segment_lengths is None:
+        if max_wsi_size is not None and (segment_lengths is not None or max_length is not None):
+            other = f"max_length={max_length}" if segment_lengths is None else segment_lengths
+            raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {other}")
+        if segment_lengths is None and max_length is None:
             sizes = {} if max_wsi_size is None else {"max_wsi_size": max_wsi_size}
             own["segment_lengths"] = gigapath_segment_lengths(tile_size=tile_size, **sizes)
-        elif max_wsi_size is not None:
-            raise ValueError(
-                f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {segment_lengths}"
-            )
+        if own["segment_lengths"] is not None and dilation_rates is None:
+            own["dilation_rates"] = GIGAPATH_RATES
         if twice := sorted(own.keys() & options.keys()):
             raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
         torchscale = {"head_offsets": "blocked", "tail": "phantom"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,8 +39,6 @@ class LongNetViTConfig(StackConfig):
 
     nhead: int = 16
     num_layers: int = 12
-    segment_lengths: Sequence[int] = GIGAPATH_SEGMENTS
-    dilation_rates: Sequence[int] = GIGAPATH_RATES
     dropout: float = 0.25
     drop_path_rate: float = 0.1
     in_chans: int = 1536
@@ -50,6 +47,9 @@ class LongNetViTConfig(StackConfig):
     global_pool: bool = False
 
     def __post_init__(self) -> None:
+        if self.segment_lengths is None and self.dilation_rates is None and self.max_length is None:
+            object.__setattr__(self, "segment_lengths", GIGAPATH_SEGMENTS)
+            object.__setattr__(self, "dilation_rates", GIGAPATH_RATES)
         super().__post_init__()
         check_flags(global_pool=self.global_pool)
         if self.d_model % 4:

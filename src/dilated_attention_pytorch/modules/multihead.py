@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from ..spec import resolve_branches
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .multihead_skin import MultiheadSkin
@@ -35,6 +35,7 @@ class MultiheadDilatedAttention(MultiheadSkin):
     Args:
         embed_dim, num_heads: features of input and output, split evenly over the heads.
         segment_lengths, dilation_rates, attention_options: of `DilatedAttention`.
+        max_length: the longest sequence, for which `branches_for` gives the branches that are left out.
         dropout: probability to drop an attention weight, in training only; also `attention_dropout`.
         layer_norm: normalise the attention output before `out_proj`, with `layer_norm_eps`; the sub-layer
             norm of MAGNETO (arXiv:2210.06423), which LongNet uses and `nn.MultiheadAttention` has not.
@@ -56,8 +57,8 @@ class MultiheadDilatedAttention(MultiheadSkin):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dropout: float | None = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -68,6 +69,7 @@ class MultiheadDilatedAttention(MultiheadSkin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        max_length: int | None = None,
         position_encoding: str | None = None,
         rotary_base: float = DEFAULT_ROTARY_BASE,
         xpos_scale_base: float = DEFAULT_XPOS_SCALE_BASE,
@@ -76,6 +78,9 @@ class MultiheadDilatedAttention(MultiheadSkin):
         if dropout == 0.0 and "attention_dropout" in attention_options:
             dropout = None  # not given, so that the other name decides
         # Without device and dtype: there they say what inputs must have, which autocast and .to() change.
+        segment_lengths, dilation_rates = resolve_branches(
+            segment_lengths, dilation_rates, max_length, num_heads
+        )
         attention = self._attention_class(
             segment_lengths=segment_lengths,
             dilation_rates=dilation_rates,

@@ -165,6 +165,7 @@ class MultiheadSkin(nn.Module):
         q, k, v = self._heads(call, attend)
         if cache is not None:
             out = cache.attend(q, k, v, lengths=lengths)
+            _warn_isolated(self.attention, cache)
         else:
             out = self.attention(q, k, v, is_causal=is_causal, attention_mask=attend)
         out = out.flatten(2)
@@ -366,7 +367,12 @@ class MultiheadSkin(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-# Its lengths change from call to call, and compilers would make a graph for each.
+# The lengths of a cache change from call to call, and compilers would make a graph for each.
+@uncompiled
+def _warn_isolated(attention: DilatedAttention, cache: DilatedKVCache) -> None:
+    attention.warn_isolated(max(cache.lengths))
+
+
 @uncompiled
 def _continued(cache: DilatedKVCache, n: int, device: torch.device) -> Tensor:
     """The positions of the next n tokens of each row: (n,) if all rows are as long, else (b, n)."""

@@ -8,7 +8,6 @@ from typing import Any
 from ..core import MemoryPool
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
 from ..core.blocks import check_flags
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import DilatedAttention
 
 
@@ -17,8 +16,8 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dropout: float | None = None,
         **options: Any,
     ) -> None:
@@ -39,8 +38,8 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dropout: float | None = None,
         *,
         enable_buffer_manager: bool = True,

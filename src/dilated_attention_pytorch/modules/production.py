@@ -19,7 +19,7 @@ from ..core.blocks import check_flags
 from ..core.host_memory import describe_bytes, device_memory
 from ..core.tracing import uncompiled
 from ..ring.schedule import STRATEGIES
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, one_of
+from ..spec import DilatedSpec, one_of, resolve_branches
 from .ring import RingDilatedAttentionV2, RingOptions
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
@@ -39,7 +39,7 @@ class RingAttentionConfig:
     """Settings of `RingDilatedAttentionProduction`: branches, ring, memory, precision, recovery.
 
     Args:
-        segment_lengths, dilation_rates, dropout: as in `DilatedAttention`.
+        segment_lengths, dilation_rates, max_length, dropout: as in `DilatedAttention`.
         ring_size, timeout, strategy: as in `RingDilatedAttentionV2`.
         use_gradient_checkpointing: in training only the inputs are kept for the backward pass, which attends
             once more; for the output and its log-sum-exp, the memory of one of the inputs.
@@ -55,8 +55,9 @@ class RingAttentionConfig:
             pool holds and what the device has left.
     """
 
-    segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS
-    dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES
+    segment_lengths: Sequence[int] | None = None
+    dilation_rates: Sequence[int] | None = None
+    max_length: int | None = None
     dropout: float = 0.0
     ring_size: int | None = None
     timeout: float | timedelta | None = None
@@ -68,7 +69,8 @@ class RingAttentionConfig:
     log_memory_usage: bool = False
 
     def __post_init__(self) -> None:
-        spec = DilatedSpec(self.segment_lengths, self.dilation_rates, dropout_p=self.dropout)
+        branches = resolve_branches(self.segment_lengths, self.dilation_rates, self.max_length)
+        spec = DilatedSpec(*branches, dropout_p=self.dropout)
         # As tuples, so that equal configurations are equal and hashable.
         object.__setattr__(self, "segment_lengths", spec.segment_lengths)
         object.__setattr__(self, "dilation_rates", spec.dilation_rates)

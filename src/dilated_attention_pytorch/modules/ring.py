@@ -18,7 +18,7 @@ from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
+from ..spec import one_of
 from .attention import DilatedAttention
 from .skin import AttentionSkin
 
@@ -114,6 +114,10 @@ class RingSkin(AttentionSkin):
     def is_sharded(self) -> bool:
         return self.ring.num_processes > 1
 
+    def warn_isolated(self, n: int) -> None:
+        # The other parts are not known here; even ones hold at least this many tokens together.
+        super().warn_isolated((n - 1) * self.ring.num_processes + 1)
+
     def _check_ring(self) -> None:
         """Raises where a call cannot be made by the processes there are."""
         self.ring.check()
@@ -156,8 +160,8 @@ class RingDilatedAttentionV2(RingSkin, DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         *,
@@ -246,8 +250,8 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ def one_dropout(attention_dropout: float, dropout: float | None) -> float:
     return attention_dropout if dropout is None else dropout
 
 
+def describe_isolated(n: int, longest: int) -> str:
+    return (
+        f"{n} tokens exceed the longest segment, {longest}: tokens in different segments, such as "
+        f"{longest - 1} and {longest}, never meet. Give max_length={n} or segments that span it; "
+        "allow_isolated_segments=True accepts it without this warning"
+    )
+
+
 class AttentionSkin(nn.Module):
     """Keeps the options of an attention call; a subclass gives `_attend`. No maths, no parameters."""
 
@@ -34,6 +43,7 @@ class AttentionSkin(nn.Module):
         self,
         spec: DilatedSpec,
         *,
+        allow_isolated_segments: bool = False,
         enable_memory_pool: bool = False,
         enable_profiling: bool = False,
         lightweight_pool: bool = False,
@@ -45,12 +55,15 @@ class AttentionSkin(nn.Module):
     ) -> None:
         super().__init__()
         check_flags(
+            allow_isolated_segments=allow_isolated_segments,
             enable_memory_pool=enable_memory_pool,
             enable_profiling=enable_profiling,
             lightweight_pool=lightweight_pool,
             use_pattern_cache=use_pattern_cache,
         )
         self.spec = spec
+        self.allow_isolated_segments = allow_isolated_segments
+        self._warned: set[int] = set()  # classes of lengths
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
         self.kernel = kernel
@@ -74,10 +87,28 @@ class AttentionSkin(nn.Module):
     ) -> Tensor:
         """query (b, n, h, d), key and value (b, n, h_kv, d) -> (b, n, h, d).
 
-        `attention_mask` is (b, n) bool, True where a key may be attended.
+        `attention_mask` is (b, n) bool, True where a key may be attended. Tokens in different segments of the
+        longest branch never meet: where there are several, a call warns, once for each doubling of n, unless
+        the module allows isolated segments. (Compiled code does not warn.)
         """
         self._check_declared(query)
+        if isinstance(query, Tensor) and query.dim() == 4:
+            self.warn_isolated(query.shape[1])
         return self._attend(query, key, value, is_causal, attention_mask)
+
+    @property
+    def longest_segment(self) -> int | None:
+        """How many tokens the longest branch connects; None where something else than branches does."""
+        return max(self.spec.segment_lengths)
+
+    def warn_isolated(self, n: int) -> None:
+        """Warns, once for each doubling of n, where segments separate the tokens of a sequence."""
+        longest = self.longest_segment
+        if torch.compiler.is_compiling() or self.allow_isolated_segments or longest is None or n <= longest:
+            return
+        if n.bit_length() not in self._warned:
+            self._warned.add(n.bit_length())
+            warnings.warn(describe_isolated(n, longest), stacklevel=2)
 
     @property
     def is_sharded(self) -> bool:
@@ -141,6 +172,7 @@ class AttentionSkin(nn.Module):
             "enable_memory_pool": (self.enable_memory_pool, False),
             "lightweight_pool": (self.lightweight_pool, False),
             "use_pattern_cache": (self.use_pattern_cache, True),
+            "allow_isolated_segments": (self.allow_isolated_segments, False),
             "kernel": (self.kernel, "auto"),
             "workspace_bytes": (self.workspace_bytes, self.workspace_default),
             "device": (self.device, None),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import check_flags
 from ..decode import DilatedKVCache
-from ..spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, one_of
+from ..spec import one_of
 from .call_checks import check_embedded, explain_mismatch
 from .dense import DenseAttention, check_lengths
 from .feed_forward import DropPath, FeedForward, magneto_gamma
@@ -35,7 +35,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
 
     Args:
         d_model, nhead, dim_feedforward: features, heads, and features inside the feed-forward part.
-        segment_lengths, dilation_rates: of the attention, one entry a branch.
+        segment_lengths, dilation_rates: of the attention, one entry a branch; or max_length, the longest
+            sequence, for which `branches_for` gives them.
         dropout, attention_dropout, activation_dropout: of both outputs, of attention weights, and inside the
             feed-forward part; in training only.
         drop_path: probability that a row of the batch skips a part, in training only.
@@ -53,8 +54,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: str = "gelu",
@@ -186,8 +187,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: str = "gelu",

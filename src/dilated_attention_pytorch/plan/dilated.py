@@ -117,11 +117,15 @@ def plan_dilated(
     )
     if cache is None:
         return build()
-    # The boundaries of many documents would make a key larger than its plan.
-    packing = None if docs is None else blake2b(array("q", docs).tobytes()).digest()
+    packing = None if docs is None else digest(docs)
     key = ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes, steps, part, lane)
     plan: Plan = cache.get_or_build(key, build)
     return plan
+
+
+def digest(docs: tuple[int, ...]) -> bytes:
+    """For cache keys: the boundaries of many documents would make a key larger than its plan."""
+    return blake2b(array("q", docs).tobytes()).digest()
 
 
 def plan_crossing(
