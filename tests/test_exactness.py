@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch import DilatedSpec, dilated_attention
+from dilated_attention_pytorch.packed import group_documents
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
+
+
+@st.composite
+def many_documents(draw: st.DrawFn) -> Configuration:
+    """Documents that are grouped by length: many, and short."""
+    config = draw(configurations(max_n=30))
+    rng = torch.Generator().manual_seed(config.seed)
+    lengths = torch.randint(0, draw(st.sampled_from([3, 9, 14])), (90,), generator=rng)
+    docs = (0, *lengths.cumsum(0).tolist(), int(lengths.sum()) + 1)
+    changes = {"b": 1, "n": docs[-1], "docs": docs, "d": draw(st.sampled_from([3, 8]))}
+    return replace(config, **changes, workspace_bytes=draw(st.sampled_from([1, 2**16, 2**25])))
 
 
 def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
@@ -80,3 +96,55 @@ def test_float16_with_one_feature_a_head() -> None:
 @given(configurations(max_n=200))
 def test_eager_kernel(config: Configuration) -> None:
     check_against_reference(config, torch.float64, kernel="eager")
+
+
+@settings(max_examples=40)
+@given(many_documents(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_many_documents(config: Configuration, dtype: torch.dtype) -> None:
+    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal, tail=config.tail)
+    assert config.docs is not None
+    assert group_documents(config.docs, spec, 100).batches
+    check_against_reference(config, dtype)
+
+
+def test_few_or_long_or_equal_documents_are_taken_as_they_lie() -> None:
+    spec = DilatedSpec([64], [1])
+    for bounds in ((0, 5, 9, 20), tuple(range(0, 2001, 10)), tuple(accumulate([0, 900, 1400] * 20))):
+        assert not group_documents(bounds, spec, 1000).batches
+
+
+def test_grouped_documents_repeat_their_dropout_and_hold_their_nan() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 12, (80,))
+    bounds = [0, *lengths.cumsum(0).tolist()]
+    q, k, v = (torch.randn(1, bounds[-1], 2, 4, dtype=torch.float64) for _ in range(3))
+    attend = partial(dilated_attention, segment_lengths=[8, 16], dilation_rates=[1, 2])
+    packed = partial(attend, cu_seqlens=torch.tensor(bounds))
+
+    def dropped(v: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return packed(q, k, v, dropout_p=0.4)
+
+    assert torch.autograd.gradcheck(dropped, v.requires_grad_(), fast_mode=True)
+    assert not torch.equal(packed(q, k, v, dropout_p=0.4), packed(q, k, v, dropout_p=0.4))
+    assert (dropped(torch.ones_like(v)) - 1).abs().max() > 0.1
+    v = v.detach()
+    whole = packed(q, k, v)
+    lo, hi = bounds[30], bounds[31]
+    k[:, hi - 1] = float("nan")
+    for causal in (False, True):
+        out, expected = (
+            f(q, k, v, is_causal=causal)
+            for f in (
+                packed,
+                partial(
+                    dilated_attention_reference,
+                    segment_lengths=[8, 16],
+                    dilation_rates=[1, 2],
+                    cu_seqlens=torch.tensor(bounds),
+                ),
+            )
+        )
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert out[:, lo:hi].isnan().any()
+    assert not whole.isnan().any()
