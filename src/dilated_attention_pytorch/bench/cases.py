@@ -10,6 +10,7 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..spec import branches_for
 from .config import Config
 from .forecast_cases import FORECAST_QUICK, FORECAST_SUITE, ForecastCase, describe_forecast
 from .limit_cases import LIMIT_SUITE, LimitCase, describe_limit
@@ -107,6 +108,7 @@ _SPEED = Config(12, 64, *_BRANCHES)
 _SPEED_CAUSAL = Config(12, 64, *_BRANCHES, is_causal=True)
 _SHORT = Config(8, 64, (256, 512, 1024), (1, 2, 4))
 _MEMORY = Config(8, 64, *_BRANCHES)
+_LONG = Config(8, 64, *branches_for(2**20, ratio=4))  # from the first position to the last
 _POOL = Config(4, 64, (1024, 2048, 4096), (1, 2, 4))
 _QUICK = Config(4, 16, (32, 64, 128), (1, 2, 4))
 _QUICK_CAUSAL = Config(4, 16, (32, 64, 128), (1, 2, 4), is_causal=True)
@@ -138,7 +140,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "memory": (
         MemoryCase("memory of forward", _MEMORY, 131072, target=1.25),
         MemoryCase("memory of forward + backward", _MEMORY, 131072, backward=True, target=1.25),
-        LongCase("a million positions", _MEMORY, 2**20, 2**16, memory_target=19 * GIB // 2, time_target=1.15),
+        LongCase("a million positions", _LONG, 2**20, 2**16, memory_target=19 * GIB // 2, time_target=1.15),
     ),
     "pool": tuple(
         PoolCase(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..spec import branches_for
 from .module_cases import ModuleConfig
 
 BUDGET = 8 * 2**30
@@ -31,8 +32,8 @@ class LimitCase:
     repeats: int = 1
 
 
-# Cheap branches: the limit is one of memory, which hardly depends on them.
-LIMIT_CONFIG = ModuleConfig(8, 64, (1024, 4096, 16384), (1, 4, 16), dtype="bfloat16")
+# Cheap branches, of which the last spans whatever fits: the limit is one of memory.
+LIMIT_CONFIG = ModuleConfig(8, 64, *branches_for(2**21, first=1024, ratio=4), dtype="bfloat16")
 
 
 def limit_case(
