@@ -23,6 +23,7 @@ FLOORS = [
     {"sparse_spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine", "flex", "forecast"},
+    {"packed"},
     {"flat_rows"},
     {"block_engine"},
     {"attention_op"},

@@ -224,7 +224,7 @@ def test_fields_by_name_or_as_a_config() -> None:
         (ValueError, "ring_size must be a positive integer, got 0", {"ring_size": 0}),
         (ValueError, "timeout must be positive and below .*, got -3", {"timeout": -3}),
         (ValueError, "strategy must be one of 'auto', 'ring', 'ulysses', got 'star'", {"strategy": "star"}),
-        (ValueError, "same length", {"segment_lengths": [8]}),
+        (ValueError, "given together", {"segment_lengths": [8]}),
         (
             ValueError,
             r"memory of this module is pooled .* got",

@@ -57,7 +57,6 @@ class RingAttentionConfig:
 
     segment_lengths: Sequence[int] | None = None
     dilation_rates: Sequence[int] | None = None
-    max_length: int | None = None
     dropout: float = 0.0
     ring_size: int | None = None
     timeout: float | timedelta | None = None
@@ -67,6 +66,7 @@ class RingAttentionConfig:
     enable_error_recovery: bool = True
     mixed_precision: bool | torch.dtype = False
     log_memory_usage: bool = False
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         branches = resolve_branches(self.segment_lengths, self.dilation_rates, self.max_length)
