@@ -19,6 +19,7 @@ import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import DilatedSpec, LongNetLM, branches_for
 from dilated_attention_pytorch.cli import show
 from dilated_attention_pytorch.cli.show_numbers import describe, make_picture
+from dilated_attention_pytorch.modules.ring import RingOptions
 
 ISOLATED = re.compile(r"\d+ tokens exceed the longest segment, \d+: tokens in different segments.*never meet")
 
@@ -214,6 +215,13 @@ def test_a_module_warns_once_for_each_class_of_lengths() -> None:
     assert pickle.loads(pickle.dumps(module)).allow_isolated_segments
     with pytest.raises(TypeError, match="allow_isolated_segments"):
         dap.DilatedAttention([8], [1], allow_isolated_segments="yes")  # type: ignore[arg-type]
+
+
+def test_parts_of_a_ring_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = dap.RingDilatedAttentionV2([32], [1])
+    monkeypatch.setattr(RingOptions, "num_processes", property(lambda _: 4))
+    assert isolated(lambda: module.warn_isolated(8)) == 0
+    assert isolated(lambda: module.warn_isolated(9)) == 1
 
 
 def test_patterns_other_than_dilated_do_not_warn() -> None:
