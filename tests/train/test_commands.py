@@ -27,9 +27,10 @@ PROGRAM = [sys.executable, "-W", "error", "-m", "dilated_attention_pytorch"]
 
 def flags(**settings: Any) -> list[str]:
     words: list[str] = []
+    spelled = {"segment_lengths": "--segments", "dilation_rates": "--rates"}
     for name, value in {**SMALL, **settings}.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag, *map(str, value if isinstance(value, (tuple, list)) else [value])]
+        flag = spelled.get(name, "--" + name.replace("_", "-"))
+        words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words
 
 

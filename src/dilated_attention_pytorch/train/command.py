@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ..flags import int_list, whole_number
 from .config import PRECISIONS, ConfigError, TrainConfig, read_settings
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 CONFIG_FILE = "config.json"
 _CHOICES = {"precision": PRECISIONS}
-_KINDS: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "TEXT")}
+_KINDS: dict[str, tuple[Any, str]] = {"int": (whole_number, "N"), "float": (float, "X"), "str": (str, "TEXT")}
+# As the other commands spell them: lists of numbers with commas.
+_FLAGS = {"segment_lengths": ("--segments", "W,..."), "dilation_rates": ("--rates", "R,...")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +57,11 @@ def _add_setting(group: Any, each: Field[Any]) -> None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **how)
     elif "Mapping" in hint:
         group.add_argument(flag, type=json.loads, metavar="JSON", **how)
+    elif each.name in _FLAGS:
+        flag, name = _FLAGS[each.name]
+        group.add_argument(flag, dest=each.name, type=int_list, metavar=name, **how)
     elif "tuple" in hint:
-        kind, name = _KINDS["int" if "int" in hint else "str"]
-        group.add_argument(flag, nargs="+", type=kind, metavar=name, **how)
+        group.add_argument(flag, nargs="+", metavar="TEXT", **how)
     elif each.name in _CHOICES:
         group.add_argument(flag, choices=_CHOICES[each.name], **how)
     else:
