@@ -75,11 +75,24 @@ def test_help_answers_within_its_time() -> None:
             ["--json", "doctor"],
             "--json is no option of dilated-attention; options of a command come after it",
         ),
-        (["PLAN"], "there is no command 'PLAN'. Did you mean plan?"),
         (
             ["doctor", "--jsno"],
             "dilated-attention doctor: error: unknown option --jsno; did you mean --json?",
         ),
+    ],
+)
+def test_usage_errors_say_what_is_wrong_without_torch(arguments: list[str], message: str) -> None:
+    result = run_program(*arguments, code=WITHOUT_TORCH)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["PLAN"], "there is no command 'PLAN'. Did you mean plan?"),
         (["plan", "--lenght", "4k"], "plan: error: unknown option --lenght; did you mean --length?"),
         (["show", "--segment", "8"], "show: error: unknown option --segment; did you mean --segments?"),
         (["show", "--head_offsets=x"], "show: error: unknown option --head_offsets; did you mean --offsets?"),
@@ -98,12 +111,37 @@ def test_help_answers_within_its_time() -> None:
         (["bench", "--limit", "8"], "--limit: 8 is 8 bytes; did you mean 8GiB?"),
     ],
 )
-def test_usage_errors_say_what_is_wrong_without_torch(arguments: list[str], message: str) -> None:
-    result = run_program(*arguments, code=WITHOUT_TORCH)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_mistakes_come_with_what_was_likely_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command_line",
+    [
+        "show --out pictures/a.png",
+        "show --out a.png --segments 8 --rates 1,2",
+        "show --out a.svg --length 100k",
+        "demo --out reports/a.html",
+        "demo --out a.html --seconds 0",
+        "bench sdpa --html pages/a.html",
+        "bench sdpa --html a.html --out a.json --segments 64",
+        "bench --draw pictures",
+        "train nowhere --out runs/a",
+        "train . --out runs/a --nhead 3",
+        "generate runs/a",
+    ],
+)
+def test_a_refused_command_leaves_nothing_behind(
+    command_line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command_line.split()) in (1, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_is_no_option(command: ModuleType) -> None:
@@ -137,8 +175,8 @@ def test_branches_and_lengths_are_spelled_alike(name: str) -> None:
         ("1.5 Gi", 3 * 2**29),
         ("16GB", 16 * 10**9),
         ("2097152", 2**21),
-    ]
-    + [("24B", 24), ("512kib", 2**19)],
+        ("24B", 24),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert byte_count(text) == size

@@ -69,16 +69,8 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"steps": 5, "d_model": 64, "data": ["x"], "tensorboard": True}))
     flags = ["--steps", "9", "--no-tensorboard", "--segments", "8,32", "--rates", "1,4"]
-    flags += [
-        "--context-length",
-        "4k",
-        "--seed",
-        "-1",
-        "--attention-options",
-        '{"head_offsets": "blocked"}',
-        "--num-kv-heads",
-        "2",
-    ]
+    flags += ["--context-length", "4k", "--seed", "-1"]
+    flags += ["--attention-options", '{"head_offsets": "blocked"}', "--num-kv-heads", "2"]
     config = command.read_config(parse("a", "b", "--out", str(tmp_path), "--config", str(file), *flags))
     assert (config.steps, config.d_model, config.data, config.tensorboard) == (9, 64, ("a", "b"), False)
     assert (config.segment_lengths, config.dilation_rates) == ((8, 32), (1, 4))

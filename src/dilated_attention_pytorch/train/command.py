@@ -121,9 +121,10 @@ def train(
     from .signals import StopWish
 
     with StopWish() as stop, join_ranks(config) as ranks:
-        _claim(folder, resume)
+        _check_folder(folder, resume)
         own = Run(config, folder, ranks)
         problems = own.resume() if resume else []
+        folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
         metrics = Metrics(folder, config, own.step, progress) if ranks.is_first else None
         try:
             if metrics is not None:
@@ -139,12 +140,13 @@ def train(
             del own  # before the group of the ranks
 
 
-def _claim(folder: Path, resume: bool) -> None:
+def _check_folder(folder: Path, resume: bool) -> None:
     from .checkpoint import CHECKPOINTS, named_checkpoints
 
     if not resume and named_checkpoints(folder / CHECKPOINTS):
         raise ConfigError(f"out must be the folder of a new run unless --resume goes on, got {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out must be a folder, got the file {folder}")
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:
