@@ -122,11 +122,10 @@ def _maps(picture: Picture, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _cells(n: int) -> int:
-    """Cells a side: one a position if they fit, else a number that divides the positions, if one does."""
-    most = min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2))
-    if n <= most:
-        return n
-    return next((cells for cells in range(most, most // 2, -1) if n % cells == 0), most)
+    """Cells a side, as many as the terminal has room for."""
+    from .show_numbers import even_cells
+
+    return even_cells(n, min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2)))
 
 
 def _legend(n: int) -> str:
