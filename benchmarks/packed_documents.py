@@ -88,7 +88,7 @@ def main() -> None:
             branches: Branches, docs: Tensor | None, trains: bool, is_causal: bool = is_causal
         ) -> None:
             with torch.set_grad_enabled(trains):
-                out = dilated_attention(q, k, v, *branches, is_causal=causal, cu_seqlens=docs)
+                out = dilated_attention(q, k, v, *branches, is_causal=is_causal, cu_seqlens=docs)
             if trains:
                 torch.autograd.grad(out, (q, k, v), weight)
 

@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"spec", "core"},
+    {"spec", "core", "flags"},
     {"sparse_spec"},
     {"reference", "plan", "kernels", "merge"},
     {"engine", "flex", "forecast"},

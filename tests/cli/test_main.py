@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli import main as cli
 from dilated_attention_pytorch.cli.main import COMMANDS, EXTRAS, Command, main
+from dilated_attention_pytorch.flags import byte_count
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = """
@@ -73,7 +75,10 @@ def test_help_answers_within_its_time() -> None:
             ["--json", "doctor"],
             "--json is no option of dilated-attention; options of a command come after it",
         ),
-        (["doctor", "--jsno"], "dilated-attention doctor: error: unrecognized arguments: --jsno"),
+        (
+            ["doctor", "--jsno"],
+            "dilated-attention doctor: error: unknown option --jsno; did you mean --json?",
+        ),
     ],
 )
 def test_usage_errors_say_what_is_wrong_without_torch(arguments: list[str], message: str) -> None:
@@ -82,6 +87,99 @@ def test_usage_errors_say_what_is_wrong_without_torch(arguments: list[str], mess
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["PLAN"], "there is no command 'PLAN'. Did you mean plan?"),
+        (["plan", "--lenght", "4k"], "plan: error: unknown option --lenght; did you mean --length?"),
+        (["show", "--segment", "8"], "show: error: unknown option --segment; did you mean --segments?"),
+        (["show", "--head_offsets=x"], "show: error: unknown option --head_offsets; did you mean --offsets?"),
+        (["show", "-length", "8"], "unknown option -length; did you mean --length?"),
+        (["bench", "--dilation-rates", "1"], "unknown option --dilation-rates; did you mean --rates?"),
+        (["train", "x", "--out", "y", "--segment-lengths", "8"], "did you mean --segments?"),
+        (["train", "x", "--out", "y", "--lr", "1"], "unknown option --lr; see --help"),
+        (
+            ["train", "x", "--out", "y", "--segments", "64", "256"],
+            "unrecognized arguments: 256; lists are written with commas, as 64,256",
+        ),
+        (["show", "--length", "64,256"], "a whole number is needed, as 4096, 4k or 1M, got '64,256'"),
+        (["bench", "--lengths", "1,048,576"], "commas separate the numbers of a list, got '048'"),
+        (["plan", "--length", "1k", "--memory", "24"], "--memory: 24 is 24 bytes; did you mean 24GiB?"),
+        (["plan", "--length", "1k", "--memory", "8192"], "8192 is 8192 bytes; did you mean 8192MiB?"),
+        (["bench", "--limit", "8"], "--limit: 8 is 8 bytes; did you mean 8GiB?"),
+    ],
+)
+def test_mistakes_come_with_what_was_likely_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command_line",
+    [
+        "show --out pictures/a.png",
+        "show --out a.png --segments 8 --rates 1,2",
+        "show --out a.svg --length 100k",
+        "demo --out reports/a.html",
+        "demo --out a.html --seconds 0",
+        "bench sdpa --html pages/a.html",
+        "bench sdpa --html a.html --out a.json --segments 64",
+        "bench --draw pictures",
+        "train nowhere --out runs/a",
+        "train . --out runs/a --nhead 3",
+        "generate runs/a",
+    ],
+)
+def test_a_refused_command_leaves_nothing_behind(
+    command_line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command_line.split()) in (1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_is_no_option(command: ModuleType) -> None:
+    command.add_arguments = lambda parser: parser.add_argument("--text")  # type: ignore[attr-defined]
+    command.run = lambda options: 0  # type: ignore[attr-defined]
+    for words in (["--text", "--two words"], ["--text=--word"], ["--text", "-1"]):
+        assert main(["probe", *words]) == 0
+
+
+@pytest.mark.parametrize("name", ["show", "plan", "bench", "train"])
+def test_branches_and_lengths_are_spelled_alike(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    cli._import(COMMANDS[name].module).add_arguments(parser)
+    arguments = ["--segments", "64,1k", "--rates", "1,4"]
+    if name == "train":
+        options = parser.parse_args(["x", "--out", "y", *arguments, "--context-length", "4k"])
+        assert (options.segment_lengths, options.dilation_rates) == ((64, 1024), (1, 4))
+        assert options.context_length == 4096
+        return
+    for flag in ("--length", "--lengths"):
+        options = parser.parse_args([flag, "1M", *arguments])
+        assert (options.segments, options.rates) == ((64, 1024), (1, 4))
+        assert getattr(options, "length", None) == 2**20 or options.lengths == (2**20,)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("1.5 Gi", 3 * 2**29),
+        ("16GB", 16 * 10**9),
+        ("2097152", 2**21),
+        ("24B", 24),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert byte_count(text) == size
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,11 @@ from dilated_attention_pytorch.bench.cases import MemoryCase
 from dilated_attention_pytorch.bench.child import measure_in_child
 from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.cli.plan_proposal import branches_for
 from dilated_attention_pytorch.forecast.call import Call
 from dilated_attention_pytorch.forecast.memory import predict_memory
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.reference import multiplicity
-from dilated_attention_pytorch.spec import DilatedSpec
+from dilated_attention_pytorch.spec import DilatedSpec, branches_for
 
 ROOT = Path(__file__).resolve().parents[2]
 # The C allocator keeps freed blocks of up to 32 MiB for later and cannot always use them: a tenth of a small
@@ -112,10 +111,20 @@ def test_memory_is_what_the_bench_measures() -> None:
     assert predicted.peak == pytest.approx(predicted.inputs + measured.nbytes["peak_extra"], rel=0.1)
 
 
-def test_branches_follow_the_geometric_rule() -> None:
-    assert branches_for(1000, first=2048, ratio=4) == ((2048,), (1,))
-    assert branches_for(2049, first=2048, ratio=4) == ((2048, 8192), (1, 4))
-    assert branches_for(70000, first=2048, ratio=8) == ((2048, 16384, 131072), (1, 8, 64))
+@pytest.mark.parametrize(
+    ("arguments", "lengths", "rates"),
+    [
+        (["--length", "1000"], [2048], [1]),
+        (["--length", "2049", "--ratio", "4"], [2048, 8192], [1, 4]),
+        (["--length", "70000", "--ratio", "8"], [2048, 16384, 131072], [1, 8, 8]),
+        (["--length", "70000", "--ratio", "8", "--heads", "64"], [2048, 16384, 131072], [1, 8, 64]),
+    ],
+)
+def test_branches_follow_the_geometric_rule(
+    arguments: list[str], lengths: list[int], rates: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, *arguments)
+    assert (found["segment_lengths"], found["dilation_rates"]) == (lengths, rates)
 
 
 def test_flops_and_share_of_dense_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,16 +142,42 @@ def test_flops_and_share_of_dense_are_exact(capsys: pytest.CaptureFixture[str]) 
     ]
     found = plan(capsys, *arguments, "--causal", "--train", "--layers", "3", "--batch", "2")
     branches = (found["segment_lengths"], found["dilation_rates"])
-    assert branches == ([64, 128, 256, 512], [1, 2, 4, 8])
+    assert branches == ([64, 128, 256, 512], [1, 2, 4, 4])
     pairs = int(multiplicity(300, 4, *branches, is_causal=True).sum())
     assert found["flops"] == {"forward": 3 * 2 * 4 * 16 * pairs, "backward": 3 * 2 * 10 * 16 * pairs}
     assert found["share_of_dense_flops"] == pytest.approx(pairs / (4 * 300 * 301 / 2))
 
 
 def test_cost_grows_with_the_length(capsys: pytest.CaptureFixture[str]) -> None:
-    small, large = (plan(capsys, "--length", length, "--causal") for length in ("256k", "1M"))
+    heads = ["--heads", "1024", "--head-dim", "1"]  # enough for every rate to grow
+    small, large = (plan(capsys, "--length", length, "--causal", *heads) for length in ("256k", "1M"))
     assert 3.9 < large["flops"]["forward"] / small["flops"]["forward"] < 4.3
     assert large["memory"]["peak"] < 4.1 * small["memory"]["peak"]
+
+
+def test_branches_are_the_library_s_for_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--length", "32k", "--heads", "12")
+    assert (tuple(found["segment_lengths"]), tuple(found["dilation_rates"])) == branches_for(32768, 12)
+    assert found["reasons"][0].startswith("segments: LongNet's rule, lengths and rates times 2 from 2048")
+    assert "a rate above the number of heads stays lower" in found["reasons"][1]
+    assert not any("exceed" in reason for reason in found["reasons"])
+    assert plan(capsys, "--length", "32k", "--heads", "16")["dilation_rates"] == [1, 2, 4, 8, 16]
+
+
+def test_what_heads_leave_out_is_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="serves 4 of every") as warned:
+        branches = branches_for(2**20, 4)
+    found = plan(capsys, "--length", "1M", "--heads", "4")
+    assert tuple(found["dilation_rates"]) == branches[1]
+    assert f"rates: {warned[0].message}" in found["reasons"]
+
+
+def test_given_branches_win(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--length", "8k", "--segments", "1k,8k", "--rates", "1,4")
+    assert (found["segment_lengths"], found["dilation_rates"]) == ([1024, 8192], [1, 4])
+    assert found["reasons"][0] == "segments: as --segments and --rates say"
+    apart = plan(capsys, "--length", "8k", "--segments", "1k,4k", "--rates", "1,4")
+    assert apart["reasons"][0].endswith("; positions in different segments of 4096 never meet")
 
 
 def test_layers_keep_what_their_backward_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +302,12 @@ def test_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str])
             "--kv-heads must divide --heads, got 3 and 8",
         ),
         (["--length", "1k", "--ratio", "1"], "--ratio must be at least 2"),
+        (["--length", "1k", "--segments", "64"], "--segments and --rates are given together"),
+        (["--length", "1k", "--segments", "64", "--rates", "1,2"], "must have the same length, got 1 and 2"),
+        (
+            ["--length", "1k", "--segments", "64", "--rates", "1", "--ratio", "2"],
+            "--first-segment and --ratio propose segments, got them with --segments",
+        ),
         (["--length", "1k", "--device", "gpu"], "--device must name a device of torch, got 'gpu'"),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +15,7 @@ from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.cli.show import PATTERNS
 from dilated_attention_pytorch.cli.show_numbers import receptive_fields, shrink
 from dilated_attention_pytorch.reference import multiplicity
+from support.pictures import find_maps, has_ink, read_png
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -135,25 +134,6 @@ def test_block_patterns_are_the_library_s(name: Any, capsys: pytest.CaptureFixtu
     assert found["multiplicity"] == {"1": pairs}
 
 
-def read_png(path: Path) -> torch.Tensor:
-    """(height, width, 3) of a PNG of plain lines."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    place, width, height, packed = 8, 0, 0, b""
-    while place < len(data):
-        (size,), kind = struct.unpack(">I", data[place : place + 4]), data[place + 4 : place + 8]
-        body = data[place + 8 : place + 8 + size]
-        assert struct.unpack(">I", data[place + 8 + size : place + 12 + size])[0] == zlib.crc32(kind + body)
-        if kind == b"IHDR":
-            width, height = struct.unpack(">II", body[:8])
-        packed += body if kind == b"IDAT" else b""
-        place += 12 + size
-    lines = torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=torch.uint8).view(
-        height, 1 + 3 * width
-    )
-    return lines[:, 1:].view(height, width, 3)
-
-
 def test_png_shows_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.png"
     text = show(
@@ -167,13 +147,15 @@ def test_png_shows_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"5 panels written to {file}" in text  # all heads, and four heads with offsets 0 to 3
     image = read_png(file)
     counts = multiplicity(24, 4, (6, 24), (1, 4))
-    side = 24 + 2 * (8 + 1)
-    for panel, of_panel in enumerate([counts.sum(0), *counts]):
-        top, left = panel // 4 * side + 9, panel % 4 * side + 9
-        cells = image[top : top + 24, left : left + 24].sum(-1, dtype=torch.int64)
+    maps = find_maps(image, 24)
+    for painted, of_panel in zip(maps, [counts.sum(0), *counts], strict=True):
+        cells = painted.sum(-1, dtype=torch.int64)
         assert torch.equal(cells < 3 * 255, of_panel > 0)
         darkest = cells == cells.min()
         assert torch.equal(darkest, of_panel == of_panel.max())
+    assert has_ink(image[:40])  # the title
+    assert has_ink(image[-40:])  # the legend
+    assert has_ink(image[:, :30])  # the axis of queries
 
 
 def test_svg_names_and_draws_the_panels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +163,15 @@ def test_svg_names_and_draws_the_panels(tmp_path: Path, capsys: pytest.CaptureFi
     arguments = ["--length", "24", "--segments", "6,24", "--rates", "1,4", "--heads", "2", "--layers", "2"]
     show(capsys, *arguments, "--out", str(file))
     root = ElementTree.parse(file).getroot()
-    names = [text.text for text in root.iter(f"{SVG}text")]
-    assert names[1:] == ["all heads", "head 0", "head 1", "after 2 layers"]
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    title = "Dilated attention: segments of 6 at rate 1, segments of 24 at rate 4; 24 positions, 2 head(s)"
+    assert root.attrib["aria-label"] == title == texts[0]
+    panels = ["all heads", "head 0", "head 1", "after 2 layers"]
+    assert [text for text in texts if text in panels] == panels
+    assert texts.count("query position") == texts.count("key position") == 4
+    assert {"0", "6", "12", "18", "24"} <= set(texts)
+    legend = ["query attends to key: the darker, the more often", "reached through layers", "not attended"]
+    assert texts[-3:] == legend
     counts = multiplicity(24, 2, (6, 24), (1, 4))
     step = (counts > 0).any(0)
     for group, expected in zip(
@@ -193,6 +182,37 @@ def test_svg_names_and_draws_the_panels(tmp_path: Path, capsys: pytest.CaptureFi
             start, row, width = (int(x.attrib[name]) for name in ("x", "y", "width"))
             drawn[row, start : start + width] = True
         assert torch.equal(drawn, expected)
+
+
+def test_long_titles_and_names_stay_in_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the widths that a browser would give the letters, at most."""
+    file = tmp_path / "p.svg"
+    branches = ["--segments", "4,8,16,32,64,128", "--rates", "1,2,4,8,8,8"]
+    show(
+        capsys,
+        "--length",
+        "128",
+        *branches,
+        "--heads",
+        "24",
+        "--causal",
+        "--pixels",
+        "60",
+        "--out",
+        str(file),
+    )
+    root = ElementTree.parse(file).getroot()
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    texts = [text for text in root.iter(f"{SVG}text") if "transform" not in text.attrib]
+    for text in texts:
+        x, y, long = float(text.attrib["x"]), float(text.attrib["y"]), 7.3 * len(text.text or "")
+        start = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.attrib["text-anchor"]] * long
+        assert start >= 0, text.text
+        assert start + long <= width, text.text
+        assert 0 < y < height
+    assert sum("segments of" in (text.text or "") for text in texts) > 1  # the title has several lines
 
 
 def test_shrunk_maps_keep_their_mean() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
+from dilated_attention_pytorch.bench.pages import to_page
+from dilated_attention_pytorch.bench.record import from_json
 from support.chromium import ADVICE, Browser, Tab, find_chromium, start_chromium
 
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
@@ -21,6 +23,10 @@ BOXES = """Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
   return [svg.id, [box.width, box.height]];
 }))"""
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+# Tables and drawings whose box would have to be scrolled sideways.
+CUT_OFF = """[...document.querySelectorAll(".wide")].filter(x => x.scrollWidth > x.clientWidth)
+  .map(x => x.innerText.slice(0, 60))"""
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
@@ -120,8 +126,22 @@ def test_page_is_whole_and_quiet(
     assert all(wide > 300 and high > 100 for wide, high in boxes.values()), boxes
     assert tab.ask(BACKGROUND) == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
     assert not tab.ask(SCROLLS)
+    if width == 1200:
+        assert tab.ask("document.documentElement.scrollWidth") <= 1200
+        assert tab.ask(CUT_OFF) == []
     assert tab.complaints() == []
     assert set(tab.requests()) - {"data:,"} == {path.as_uri()}
+
+
+@pytest.mark.parametrize("record", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, tab: Tab, tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    page.write_text(to_page(from_json(record.read_text())), encoding="utf-8")
+    tab.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)
+    tab.open(page.as_uri())
+    assert tab.ask("document.querySelectorAll('table').length") >= 1
+    assert tab.ask("document.documentElement.scrollWidth") <= 1200
+    assert tab.ask(CUT_OFF) == []
 
 
 def test_the_browser_would_tell(tmp_path: Path, tab: Tab) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch.core.host_memory import Memory
-from dilated_attention_pytorch.demo import memory, scaling, story
+from dilated_attention_pytorch.demo import memory, scaling, story, view
 from dilated_attention_pytorch.demo.scaling import Cost, Row
 from dilated_attention_pytorch.demo.view import PlainView
+from dilated_attention_pytorch.spec import branches_for
 
 LENGTHS = [1024 * 2**i for i in range(11)]
 
@@ -46,10 +47,13 @@ def plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "host_memory", lambda: Memory(2**40, 2**40))
 
 
-def test_ladder_spans_the_length() -> None:
+def test_branches_are_the_library_s_for_these_heads() -> None:
     assert scaling.ladder(1024) == ((2048,), (1,))
-    assert scaling.ladder(2049) == ((2048, 8192), (1, 4))
-    assert scaling.ladder(2**20) == ((2048, 8192, 32768, 131072, 524288, 2097152), (1, 4, 16, 64, 256, 1024))
+    assert scaling.ladder(16384) == branches_for(16384, scaling.HEADS)
+    longest = scaling.ladder(2**20)  # without the warning, which is an error here
+    with pytest.warns(UserWarning, match="8 heads"):
+        assert longest == branches_for(2**20, scaling.HEADS)
+    assert max(scaling.ladder(view.EXAMPLE)[1]) <= scaling.HEADS < max(scaling.ladder(2 * view.EXAMPLE)[1])
 
 
 def test_lengths_double_and_dense_gives_up_first() -> None:
@@ -134,7 +138,7 @@ def test_pair_shares_are_those_of_the_definition() -> None:
     assert shares == {"dense": 1.0, "dilated": 1.0, "block-sparse": 1.0}
     n, dense = 4096, 4096 * 4097 / 2
     pattern = scaling.block_pattern(n)
-    expected = 2 * (2048 * 2049 / 2) + 1024 * 1025 / 2  # (2048, 1) twice, and every fourth of all
+    expected = 3 * (2048 * 2049 / 2)  # (2048, 1) twice, and every second of all
     shares = scaling.pair_shares(n, pattern)
     assert shares["dilated"] == pytest.approx(expected / dense)
     assert shares["block-sparse"] == pytest.approx(pattern.to_dense().tril().sum().item() / dense)

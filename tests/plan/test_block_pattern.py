@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
+from support.pictures import find_maps, has_ink, read_png
 from support.tolerances import assert_close
 
 
@@ -198,33 +199,11 @@ def test_text_shows_the_blocks() -> None:
     assert all(line[2 * i] != " " for i, line in enumerate(shown))
 
 
-def read_png(path: Path) -> Tensor:
-    """(height, width, 3) of an 8-bit RGB image without filters; checks every checksum."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack(">I", data[at + 8 + length : at + 12 + length])
-        assert checksum == zlib.crc32(kind + body)
-        chunks[kind] = body
-        at += 12 + length
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert rest == [8, 2, 0, 0, 0]
-    lines = torch.tensor(list(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8)
-    lines = lines.view(height, 1 + 3 * width)
-    assert not lines[:, 0].any()
-    return lines[:, 1:].reshape(height, width, 3)
-
-
 def test_draw_paints_every_block(tmp_path: Path) -> None:
     pattern = random_pattern(75, 8)
     for layout in range(2):
         pattern.draw(tmp_path / "p.png", layout=layout, pixels=45)  # 4 pixels for each of 10 blocks
-        image = read_png(tmp_path / "p.png")
-        assert image.shape == (40, 40, 3)
+        (image,) = find_maps(read_png(tmp_path / "p.png"), 40)
         dark = (image == torch.tensor([24, 52, 110])).all(-1)
         white = (image == 255).all(-1)
         expected = pattern.to_layout()[layout].repeat_interleave(4, 0).repeat_interleave(4, 1)
@@ -237,11 +216,31 @@ def test_draw_shades_cells_of_many_blocks(tmp_path: Path) -> None:
     layout[:32, :32] = True
     layout[40, 50] = True
     BlockPattern.from_layout(layout, 64, 1).draw(str(tmp_path / "p.png"), pixels=2)
-    image = read_png(tmp_path / "p.png")
-    assert image.shape == (2, 2, 3)
+    (image,) = find_maps(read_png(tmp_path / "p.png"), 2)
     assert image[0, 0].tolist() == [24, 52, 110]
     assert image[0, 1].tolist() == image[1, 0].tolist() == [255] * 3
     assert image[1, 1].tolist() != [255] * 3  # one block of a thousand is still seen
+
+
+def test_draw_says_what_it_shows(tmp_path: Path) -> None:
+    pattern = random_pattern(64, 8, is_causal=True)
+    pattern.draw(tmp_path / "p.svg", layout=1, pixels=160)
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()
+    texts = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    said = " ".join(texts)
+    assert "64 positions, blocks of 8" in said
+    assert f"{pattern.density:.1%} kept, layout 1 (of 2), causal" in said
+    assert {"query position", "key position", "0", "32", "64"} <= set(texts)
+    assert texts[-3:] == ["kept block", "not kept", "future, never seen"]
+    pattern.draw(tmp_path / "p.png", pixels=160)
+    image = read_png(tmp_path / "p.png")
+    (painted,) = find_maps(image, 160)
+    future = torch.ones(8, 8).triu(1).bool().repeat_interleave(20, 0).repeat_interleave(20, 1)
+    assert torch.equal((painted == torch.tensor([236, 236, 240])).all(-1), future)
+    height, width, _ = image.shape
+    for part in (image[:40], image[height - 40 :], image[:, :30], image[height - 120 : height - 60]):
+        assert has_ink(part)  # title, legend, and both axes
+    assert width > 160 < height
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ PROGRAM = [sys.executable, "-W", "error", "-m", "dilated_attention_pytorch"]
 
 def flags(**settings: Any) -> list[str]:
     words: list[str] = []
+    spelled = {"segment_lengths": "--segments", "dilation_rates": "--rates"}
     for name, value in {**SMALL, **settings}.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag, *map(str, value if isinstance(value, (tuple, list)) else [value])]
+        flag = spelled.get(name, "--" + name.replace("_", "-"))
+        words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words
 
 
@@ -130,6 +131,10 @@ def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["train", text, "--out", out, "--device", "abacus"], "device must be one that torch knows"),
         (["train", text, "--out", out, "--context-length", "100000"], "two sequences"),
         (["train", text, "--out", out, "--ring", "2"], "ring must divide the number of ranks"),
+        (["train", text, "--out", out, "--segments", "4", "--rates", "8"], "must not exceed"),
+        (["train", text, "--out", out, "--kind", "abacus"], "abacus"),
+        (["train", text, "--out", out, "--resume", "--nhead", "3"], "multiple of nhead"),
+        (["train", text, "--out", text], "out must be a folder, got the file"),
         (["generate", str(tmp_path / "nowhere")], "MODEL must be the folder"),
         (["generate", out, "--temperature", "2"], "need --sample"),
         (["generate", out, "--tokens", "0"], "at least 1"),
@@ -138,6 +143,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     for arguments, message in cases:
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == [Path(text).name], arguments
     assert main(["train", text, "--out", out, *flags(steps=1)]) == 0
     assert main(["train", text, "--out", out, *flags(steps=1)]) == 2
     assert "unless --resume" in capsys.readouterr().err

@@ -68,11 +68,13 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"steps": 5, "d_model": 64, "data": ["x"], "tensorboard": True}))
-    flags = ["--steps", "9", "--no-tensorboard", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4"]
+    flags = ["--steps", "9", "--no-tensorboard", "--segments", "8,32", "--rates", "1,4"]
+    flags += ["--context-length", "4k", "--seed", "-1"]
     flags += ["--attention-options", '{"head_offsets": "blocked"}', "--num-kv-heads", "2"]
     config = command.read_config(parse("a", "b", "--out", str(tmp_path), "--config", str(file), *flags))
     assert (config.steps, config.d_model, config.data, config.tensorboard) == (9, 64, ("a", "b"), False)
     assert (config.segment_lengths, config.dilation_rates) == ((8, 32), (1, 4))
+    assert (config.context_length, config.seed) == (4096, -1)
     assert (config.attention_options, config.num_kv_heads) == ({"head_offsets": "blocked"}, 2)
 
 

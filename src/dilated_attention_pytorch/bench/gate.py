@@ -121,7 +121,7 @@ def accept(name: str, error: float, tolerance: float = TOLERANCE) -> float:
 def reduced_error(config: Config, n: int, *, backward: bool) -> float:
     """Error against the dense reference, everything about `n / REDUCED_LENGTH` times shorter."""
     factor = max(1, n // REDUCED_LENGTH)
-    segment_lengths = tuple(max(1, w // factor) for w in config.segment_lengths)
+    segment_lengths = tuple(max(r, w // factor) for w, r in config.spec.branches)
     config = replace(config, segment_lengths=segment_lengths)
     n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
     call = make_call(config, 1, n, backward=backward)

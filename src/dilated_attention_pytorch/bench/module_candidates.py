@@ -6,7 +6,6 @@ takes x (b, n, h d), and gives what it attends.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
 from .. import block_sparse, functional, modules, ring
+from ..flags import close_names
 from ..sparse_spec import SparsePatternConfig
 from .module_cases import ModuleConfig
 from .peers import FlexAttention, LocalWindows, why_not_flex, why_not_local, why_not_torchscale
@@ -63,9 +63,8 @@ def entry_of(name: str) -> Entry:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the closest of the known names, whatever their case."""
-    by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3)
-    hint = f" Did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
+    close = close_names(name, known, most=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"{hint} See --list."
 
 

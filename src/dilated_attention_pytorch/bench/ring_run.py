@@ -130,7 +130,7 @@ def _check_ranks(case: RingTimeCase | RingMemoryCase, group: Group, config: Ring
 def reduced(case: RingCase) -> tuple[RingConfig, int]:
     """A short copy of a case, with shards that are uneven and end within segments."""
     factor = max(1, case.n // REDUCED_LENGTH)
-    segments = tuple(max(1, w // factor) for w in case.config.segment_lengths)
+    segments = tuple(max(r, w // factor) for w, r in case.config.spec.branches)
     return replace(case.config, segment_lengths=segments), case.n // factor + REDUCED_EXTRA
 
 

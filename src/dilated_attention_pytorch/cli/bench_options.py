@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .text import byte_count, int_list, positive_int
+from ..flags import byte_count, int_list, positive_int
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MEMORIES = ("fresh", "pool", "lightweight")
@@ -76,7 +76,9 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lengths", type=int_list, metavar="N,...", help="tokens (default: 1024,4096,16384)")
+    group.add_argument(
+        "--lengths", "--length", type=int_list, metavar="N,...", help="tokens (default: 1024,4096,16384)"
+    )
     group.add_argument("--batch", type=positive_int, metavar="B", help="sequences (default: 1)")
     group.add_argument("--heads", type=positive_int, metavar="H", help="(default: 8)")
     group.add_argument("--head-dim", type=positive_int, metavar="D", help="(default: 64)")

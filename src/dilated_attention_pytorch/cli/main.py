@@ -7,15 +7,16 @@ Imports no torch: help and usage errors answer at once. A command is a module wi
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from .. import __version__
+from ..flags import close_names
 
 PROGRAM = "dilated-attention"
 PACKAGE = __package__.rpartition(".")[0]
@@ -91,10 +92,29 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    options = parser.parse_args(arguments)
+    _refuse_unknown_options(parser, arguments)
+    options, left = parser.parse_known_args(arguments)
+    if left:
+        commas = "; lists are written with commas, as 64,256" if re.match(r"\d", left[0]) else ""
+        parser.error(f"unrecognized arguments: {' '.join(left)}{commas}")
     _bring_torch()
     code: int = module.run(options)
     return code
+
+
+def _refuse_unknown_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Before the parser, which would first complain of the option that is missing for a misspelled one."""
+    known = parser._option_string_actions
+    for word in arguments:
+        if word == "--":
+            return
+        name = word.partition("=")[0]
+        if re.fullmatch(r"--?[A-Za-z]\S*", word) and name not in known:
+            last = name.replace("_", "-").rpartition("-")[2]  # --dilation-rates is likely meant as --rates
+            by_word = {option.lstrip("-"): option for option in known}
+            close = [*close_names(name.lstrip("-"), by_word), *({last} & set(by_word))]
+            hint = f"did you mean {by_word[close[0]]}?" if close else "see --help"
+            parser.error(f"unknown option {name}; {hint}")
 
 
 def _bring_torch() -> None:
@@ -127,7 +147,7 @@ def _without_command(given: Sequence[str]) -> int:
         return USAGE
     if options.command in COMMANDS:
         parser.error(f"{given[0]} is no option of {PROGRAM}; options of a command come after it")
-    close = difflib.get_close_matches(options.command, COMMANDS, n=1)
+    close = close_names(options.command, COMMANDS)
     hint = f" Did you mean {close[0]}?" if close else ""
     parser.error(f"there is no command {options.command!r}.{hint} There are {', '.join(COMMANDS)}.")
 

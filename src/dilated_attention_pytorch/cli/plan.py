@@ -8,7 +8,8 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .text import byte_count, paint, positive_int, print_json, show_bytes, show_count
+from ..flags import byte_count, int_list, positive_int
+from .text import paint, print_json, show_bytes, show_count
 
 if TYPE_CHECKING:
     from ..plan.shape import Pass
@@ -19,6 +20,7 @@ EPILOG = """\
 examples:
   dilated-attention plan --length 1M --dtype bfloat16 --causal --memory 8GiB
   dilated-attention plan --length 65536 --heads 16 --head-dim 64 --layers 12 --train
+  dilated-attention plan --length 64k --segments 4k,64k --rates 1,8
   dilated-attention plan --length 16M --ranks 64 --dtype bfloat16 --train --memory 16GiB --json
 """
 
@@ -26,7 +28,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--length", type=positive_int, required=True, metavar="N", help="tokens: 65536, 64k, 1M"
+        "--length", "--lengths", type=positive_int, required=True, metavar="N", help="tokens: 65536, 64k, 1M"
     )
     parser.add_argument("--heads", type=positive_int, default=8, metavar="H", help="(default: 8)")
     parser.add_argument("--kv-heads", type=positive_int, metavar="H", help="key heads (default: as many)")
@@ -42,15 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     parser.add_argument(
-        "--first-segment",
-        type=positive_int,
-        default=2048,
-        metavar="W",
-        help="shortest segment (default: 2048)",
+        "--first-segment", type=positive_int, metavar="W", help="shortest segment (default: 2048)"
     )
     parser.add_argument(
-        "--ratio", type=positive_int, default=4, metavar="A", help="growth of lengths and rates (default: 4)"
+        "--ratio",
+        type=positive_int,
+        metavar="A",
+        help="growth of lengths and rates (default: 2 where five branches suffice, else 4)",
     )
+    parser.add_argument(
+        "--segments", type=int_list, metavar="W,...", help="segment lengths, instead of proposed ones"
+    )
+    parser.add_argument("--rates", type=int_list, metavar="R,...", help="dilation rates of --segments")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

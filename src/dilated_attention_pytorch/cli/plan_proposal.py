@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ..spec import DilatedSpec, branches_for
 from .text import show_bytes
 
 MAX_RANKS = 1024
+FIRST_SEGMENT = 2048
 MACHINE_DEPENDENT = ("workspace_bytes", "lightweight_pool")  # what the factory takes from free memory
 
 
@@ -79,28 +81,50 @@ def make_proposal(options: Namespace) -> Proposal:
     """From the options of the command; a ValueError states what does not fit."""
     if options.heads % (options.kv_heads or options.heads):
         raise ValueError(f"--kv-heads must divide --heads, got {options.kv_heads} and {options.heads}")
-    if options.ratio < 2:
+    if options.ratio is not None and options.ratio < 2:
         raise ValueError(
             f"--ratio must be at least 2, or the segments never span the sequence, got {options.ratio}"
         )
-    branches = branches_for(options.length, first=options.first_segment, ratio=options.ratio)
+    spec, reasons = _choose_branches(options)
     device = torch.device(options.device)
     call = Call(
         Shape(
             options.batch, options.length, options.heads, options.kv_heads or options.heads, options.head_dim
         ),
         getattr(torch, options.dtype),
-        DilatedSpec(*branches, options.causal),
+        spec,
         options.train,
         options.layers,
         device,
     )
     free = device_memory(device)
     budget = options.memory or (None if free is None else free.available)
-    return _settle(call, options.ranks, budget, options.memory is not None)
+    return _settle(call, options.ranks, budget, options.memory is not None, reasons)
 
 
-def _settle(call: Call, ranks: int, budget: int | None, is_given: bool) -> Proposal:
+def _choose_branches(options: Namespace) -> tuple[DilatedSpec, list[str]]:
+    """What --segments and --rates say, or else the library's branches for the length; and why these."""
+    n: int = options.length
+    if (options.segments is None) != (options.rates is None):
+        raise ValueError("--segments and --rates are given together, got one of them")
+    if options.segments is not None:
+        if options.first_segment or options.ratio:
+            raise ValueError("--first-segment and --ratio propose segments, got them with --segments")
+        spec = DilatedSpec(options.segments, options.rates, options.causal)
+        longest = max(options.segments)
+        apart = f"; positions in different segments of {longest} never meet" if longest < n else ""
+        return spec, [f"segments: as --segments and --rates say{apart}"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = options.first_segment or FIRST_SEGMENT
+        branches = branches_for(n, options.heads, first=first, ratio=options.ratio)
+    spec = DilatedSpec(*branches, options.causal)
+    return spec, [*_branch_reasons(spec, n), *(f"rates: {warning.message}" for warning in caught)]
+
+
+def _settle(
+    call: Call, ranks: int, budget: int | None, is_given: bool, branch_reasons: list[str]
+) -> Proposal:
     """Kind and settings for a call, whose costs then follow from the call's own plan or schedule."""
     spec, shape = call.spec, call.shape
     kind = "ring" if ranks > 1 else "auto"
@@ -112,7 +136,7 @@ def _settle(call: Call, ranks: int, budget: int | None, is_given: bool) -> Propo
         for name, value in choice.options.items()
         if name not in ("segment_lengths", "dilation_rates")
     }
-    reasons = [*_branch_reasons(call), *choice.reasons]
+    reasons = [*branch_reasons, *choice.reasons]
     if is_given:  # the budget decides, not the memory that happens to be free here
         chosen = {name: value for name, value in chosen.items() if name not in MACHINE_DEPENDENT}
         reasons = [reason for reason in reasons if not reason.startswith(MACHINE_DEPENDENT)]
@@ -132,20 +156,19 @@ def _settle(call: Call, ranks: int, budget: int | None, is_given: bool) -> Propo
     return Proposal(call, choice.kind, chosen, memory, budget, used, pairs, tuple(reasons))
 
 
-def _branch_reasons(call: Call) -> list[str]:
-    spec, shape = call.spec, call.shape
-    first, last, rate = spec.segment_lengths[0], spec.segment_lengths[-1], spec.dilation_rates[-1]
-    if len(spec.branches) == 1:
-        return [f"segments: {shape.n} positions fit one segment of {first}, so this is dense attention"]
-    ratio = spec.dilation_rates[1]
+def _branch_reasons(spec: DilatedSpec, n: int) -> list[str]:
+    lengths = spec.segment_lengths
+    if len(lengths) == 1:
+        return [f"segments: {n} positions fit one segment of {lengths[0]}, so this is dense attention"]
+    ratio = lengths[1] // lengths[0]
     found = [
-        f"segments: LongNet's rule, lengths and rates times {ratio} from {first} until {last} spans "
-        f"{shape.n} positions; so the cost grows with the length, not with its square"
+        f"segments: LongNet's rule, lengths and rates times {ratio} from {lengths[0]} until {lengths[-1]} "
+        f"spans {n} positions; so the cost grows with the length, not with its square"
     ]
-    if rate > shape.h:
+    if any(w // lengths[0] != r for w, r in spec.branches):
         found.append(
-            f"rates: {rate} exceeds the {shape.h} heads, so that the longest branch serves {shape.h} of "
-            f"every {rate} positions; `dilated-attention show --layers` draws what layers reach together"
+            "rates: each head serves one position in every r, so a rate above the number of heads stays "
+            "lower as long as its branch costs no more than the first"
         )
     return found
 
@@ -182,7 +205,7 @@ def longest_length(options: Namespace, budget: int) -> int:
     def peak(n: int) -> int:
         return make_proposal(Namespace(**{**vars(options), "length": n, "memory": budget})).memory.peak
 
-    low, high = 0, options.first_segment
+    low, high = 0, FIRST_SEGMENT
     while peak(high) <= budget:
         low, high = high, 2 * high
     while high - low > max(1, high // 256):

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text import int_list, paint, positive_int, print_json, show_count
+from ..flags import int_list, positive_int
+from .text import paint, print_json, show_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +32,13 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--length", type=positive_int, default=32, metavar="N", help="positions (default: 32)"
+        "--length", "--lengths", type=positive_int, default=32, metavar="N", help="positions (default: 32)"
     )
     parser.add_argument(
-        "--segments", type=int_list, default=(8, 32), metavar="W,W", help="segment lengths (default: 8,32)"
+        "--segments", type=int_list, default=(8, 32), metavar="W,...", help="segment lengths (default: 8,32)"
     )
     parser.add_argument(
-        "--rates", type=int_list, default=(1, 4), metavar="R,R", help="dilation rates (default: 1,4)"
+        "--rates", type=int_list, default=(1, 4), metavar="R,...", help="dilation rates (default: 1,4)"
     )
     parser.add_argument("--heads", type=positive_int, default=4, metavar="H", help="heads (default: 4)")
     parser.add_argument("--causal", action="store_true", help="no query sees a later key")
@@ -121,11 +122,10 @@ def _maps(picture: Picture, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _cells(n: int) -> int:
-    """Cells a side: one a position if they fit, else a number that divides the positions, if one does."""
-    most = min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2))
-    if n <= most:
-        return n
-    return next((cells for cells in range(most, most // 2, -1) if n % cells == 0), most)
+    """Cells a side, as many as the terminal has room for."""
+    from .show_numbers import even_cells
+
+    return even_cells(n, min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2)))
 
 
 def _legend(n: int) -> str:

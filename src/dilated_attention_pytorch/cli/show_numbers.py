@@ -181,6 +181,13 @@ def receptive_fields(reached: Tensor, layers: int) -> list[Tensor]:
     return fields
 
 
+def even_cells(n: int, most: int) -> int:
+    """Cells a side: one a position if they fit, else a number that divides the positions, if one does."""
+    if n <= most:
+        return n
+    return next((cells for cells in range(most, most // 2, -1) if n % cells == 0), most)
+
+
 def shrink(counts: Tensor, cells: int) -> Tensor:
     """(cells, cells) float: the mean count of the pairs of each cell; at most one cell a position."""
     n = len(counts)

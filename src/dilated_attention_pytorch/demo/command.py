@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cli.text import positive_int, print_json
+from ..cli.text import print_json
+from ..flags import positive_int
 
 if TYPE_CHECKING:
     from .view import View

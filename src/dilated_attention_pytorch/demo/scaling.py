@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +18,17 @@ from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..plan import BlockPattern, Shape, plan_dilated
 from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec, branches_for
+from ..spec import Branches, DilatedSpec, branches_for
 from .memory import peak_of
 
 HEADS, HEAD_DIM = 8, 64
 FIRST_LENGTH, LAST_LENGTH = 1024, 2**20
-FIRST_SEGMENT, STEP = 2048, 4
 BLOCK, KEPT = 128, 1024  # tokens of a block, and keys that a query keeps
 MEMORY_SHARE = 0.4  # of the available memory, that inputs and output may take
 ROUND_SECONDS = 0.8  # short calls are repeated about this long, and the fastest counts
 # Time at twice the length over time at the length, from above, and the share of the budget that one call may
 # take. The first in this order are the last to be given up.
-GROWTH = {"dilated": 2.5, "block-sparse": 2.5, "dense": 4.0}
+GROWTH = {"dilated": 3.0, "block-sparse": 2.5, "dense": 4.0}
 CALL_SHARE = {"dilated": 1.0, "block-sparse": 0.25, "dense": 0.25}
 NAMES = ("dense", "dilated", "block-sparse")  # as they are shown
 
@@ -57,9 +58,12 @@ class Row:
         return self.costs["dense"].seconds / self.costs["dilated"].seconds
 
 
-def ladder(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and rates for a length: both grow fourfold until a segment spans it all."""
-    return branches_for(n, first=FIRST_SEGMENT, ratio=STEP)
+@cache
+def ladder(n: int) -> Branches:
+    """Segment lengths and rates for a length, as the library chooses them; `explain_calls` warns of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return branches_for(n, HEADS)
 
 
 def block_pattern(n: int) -> BlockPattern:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Protocol
 
 from ..bench.exactness import TOLERANCE, Check
-from .scaling import NAMES, Row, ladder
+from .scaling import HEADS, NAMES, Row, ladder
 
 if TYPE_CHECKING:
     from .training import Training
@@ -23,6 +23,7 @@ TRAINING_TITLE = "3. A language model of bytes learns from Python's own library"
 # Times in milliseconds, then the speed-up of dilated over dense attention, then peaks of memory in MiB.
 HEADINGS = ("tokens", "dense ms", "dilated", "blocks", "speed-up", "dense MiB", "dilated", "blocks")
 SAMPLE_LINES = 6
+EXAMPLE = 2**17  # tokens whose branches are named: the most that these heads serve wholly
 WIDTHS = (10, 10, 9, 9, 10, 11, 9, 9)
 
 
@@ -52,12 +53,13 @@ class View(Protocol):
 
 def explain_calls() -> str:
     """What is measured, and how the branches are chosen, by example."""
-    steps = ", ".join(f"{w}/{r}" for w, r in zip(*ladder(2**17), strict=True))
+    steps = ", ".join(f"{w}/{r}" for w, r in zip(*ladder(EXAMPLE), strict=True))
     return (
-        f"Branches, as segment length / dilation rate: {steps} and so on until one spans the sequence. "
-        "Each reaches four times as far as the one before, at four times the spacing and a quarter of "
-        "the cost. Block-sparse attention keeps the nearest blocks that they reach, about 1,024 keys a "
-        "query. Memory is the peak beyond the inputs. A dash stands for what would take too long."
+        f"Branches for {EXAMPLE:,} tokens, as segment length / dilation rate: {steps}. Each reaches further "
+        "than the one before, and none costs more than the first. For more tokens rates exceed the "
+        f"{HEADS} heads, and some positions reach further only through several layers. Block-sparse "
+        "attention keeps the nearest blocks that the branches reach, about 1,024 keys a query. Memory is the "
+        "peak beyond the inputs. A dash stands for what would take too long."
     )
 
 

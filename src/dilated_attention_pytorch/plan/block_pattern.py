@@ -207,7 +207,13 @@ class BlockPattern:
         return pattern_files.load(cls, path)
 
     def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
-        """Paints one layout as a PNG: queries downwards, keys to the right, darker where more is kept."""
+        """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend.
+
+        Args:
+            path: of the file; .svg makes it SVG.
+            layout: which one, if heads or sequences have their own.
+            pixels: side of the map without what stands around it, at most; less if blocks would not be equal.
+        """
         pattern_files.draw(self, path, layout, pixels)
 
     def __repr__(self) -> str:

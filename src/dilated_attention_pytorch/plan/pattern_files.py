@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
-import zlib
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.blocks import check_positive_int
+from .pictures import FUTURE, INK, WHITE, Map, Meaning, scale_of, shade, write_picture
 
 if TYPE_CHECKING:
     from .block_pattern import BlockPattern
@@ -110,28 +109,18 @@ def as_text(pattern: BlockPattern, cells: int = 32) -> str:
 def draw(pattern: BlockPattern, path: str | Path, layout: int, pixels: int) -> None:
     check_positive_int("pixels", pixels)
     share = coverage(pattern, layout, pixels)
-    zoom = max(1, pixels // share.shape[0])
-    # From white to a dark blue; a square root keeps thin patterns visible.
-    shade = share.sqrt().unsqueeze(-1)
-    colour = 255 + shade * (torch.tensor([24.0, 52.0, 110.0], device="cpu") - 255)
-    image = colour.round().to(torch.uint8).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-    Path(path).write_bytes(png_bytes(image))
-
-
-def png_bytes(image: Tensor) -> bytes:
-    """The PNG file of colours (height, width, 3) in uint8."""
-    height, width, _ = image.shape
-    lines = torch.nn.functional.pad(image.reshape(height, width * 3), (1, 0))  # no filter, a byte a line
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-        + _chunk(b"IDAT", zlib.compress(raw_bytes(lines), 9))
-        + _chunk(b"IEND", b"")
-    )
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    n, size = pattern.n, pattern.block_size
+    title = f"Block pattern: {n} positions, blocks of {size}, {pattern.density:.1%} kept"
+    title += f", layout {layout} (of {len(pattern)})" if len(pattern) > 1 else ""
+    title += ", causal" if pattern.is_causal else ""
+    is_exact = len(share) == pattern.rows
+    kept = "kept block" if is_exact else "kept blocks: the darker, the more"
+    legend = [Meaning(kept, (INK,) if is_exact else scale_of(INK)), Meaning("not kept", (WHITE,))]
+    if pattern.is_causal:
+        legend.append(Meaning("future, never seen", (FUTURE,)))
+    colours = shade(share, is_causal=pattern.is_causal)
+    maps = [Map("", colours, pattern.rows * size)]
+    write_picture(path, title, maps, legend, pixels)
 
 
 def to_block_mask(

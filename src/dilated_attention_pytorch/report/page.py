@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -12,29 +13,31 @@ STYLE = """
   :root { --paper: #15181c; --ink: #e4e7ea; --faint: #9aa4ae; --line: #3a4149; --box: #1f2429; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 50rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1rem; max-width: 72rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 1rem 0 .5rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-bottom: .2rem;
   border-bottom: 1px solid var(--line); }
+p, figure, pre { max-width: 50rem; }
 p { margin: .6rem 0; }
 .lead { font-size: 1.15rem; }
 .wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem 1.2rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-th { color: var(--faint); font-weight: 600; }
+  vertical-align: top; }
+td { white-space: nowrap; }
+th { vertical-align: bottom; color: var(--faint); font-weight: 600; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
-.words td:last-child { white-space: normal; }
+td:first-child, .long { white-space: normal; }
 figure { margin: 1.2rem 0; }
 figure svg { display: block; width: 100%; min-width: 21rem; height: auto; }
 figcaption { color: var(--faint); font-size: .9rem; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .3rem; padding: .8rem;
   overflow-x: auto; font-size: .85rem; line-height: 1.4; }
-@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; }
-  th { white-space: normal; } }
+@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding-right: .8rem; } }
 @media print { .wide { overflow: visible; } pre { white-space: pre-wrap; } }
 """
+LONG = 28  # characters from which on a cell is text, which may wrap; a shorter one is a figure in one piece
 # Should a part ever ask for something from elsewhere, the browser refuses.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -57,8 +60,8 @@ class Page:
         for row in rows:
             if len(row) != len(head):
                 raise ValueError(f"a row must have a cell for each of {len(head)} columns, got {len(row)}")
-        lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if any(head) else []
-        lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+        lines = ["<tr>" + "".join(map(_heading, head)) + "</tr>"] if any(head) else []
+        lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
         kind = "" if is_numbers else ' class="words"'
         self._parts.append("\n".join([f'<div class="wide"><table{kind}>', *lines, "</table></div>"]))
 
@@ -97,3 +100,13 @@ class Page:
                 "",
             ]
         )
+
+
+def _heading(text: str) -> str:
+    """Names such as MultiheadDilatedAttention may break before a capital letter."""
+    return f"<th>{re.sub(r'(?<=[a-z]{4})(?=[A-Z])', '<wbr>', escape(text))}</th>"
+
+
+def _cell(text: str) -> str:
+    kind = ' class="long"' if len(text) >= LONG else ""
+    return f"<td{kind}>{escape(text)}</td>"

@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ..flags import int_list, whole_number
 from .config import PRECISIONS, ConfigError, TrainConfig, read_settings
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 CONFIG_FILE = "config.json"
 _CHOICES = {"precision": PRECISIONS}
-_KINDS: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "TEXT")}
+_KINDS: dict[str, tuple[Any, str]] = {"int": (whole_number, "N"), "float": (float, "X"), "str": (str, "TEXT")}
+# As the other commands spell them: lists of numbers with commas.
+_FLAGS = {"segment_lengths": ("--segments", "W,..."), "dilation_rates": ("--rates", "R,...")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +57,11 @@ def _add_setting(group: Any, each: Field[Any]) -> None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **how)
     elif "Mapping" in hint:
         group.add_argument(flag, type=json.loads, metavar="JSON", **how)
+    elif each.name in _FLAGS:
+        flag, name = _FLAGS[each.name]
+        group.add_argument(flag, dest=each.name, type=int_list, metavar=name, **how)
     elif "tuple" in hint:
-        kind, name = _KINDS["int" if "int" in hint else "str"]
-        group.add_argument(flag, nargs="+", type=kind, metavar=name, **how)
+        group.add_argument(flag, nargs="+", metavar="TEXT", **how)
     elif each.name in _CHOICES:
         group.add_argument(flag, choices=_CHOICES[each.name], **how)
     else:
@@ -116,9 +121,10 @@ def train(
     from .signals import StopWish
 
     with StopWish() as stop, join_ranks(config) as ranks:
-        _claim(folder, resume)
+        _check_folder(folder, resume)
         own = Run(config, folder, ranks)
         problems = own.resume() if resume else []
+        folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
         metrics = Metrics(folder, config, own.step, progress) if ranks.is_first else None
         try:
             if metrics is not None:
@@ -134,12 +140,13 @@ def train(
             del own  # before the group of the ranks
 
 
-def _claim(folder: Path, resume: bool) -> None:
+def _check_folder(folder: Path, resume: bool) -> None:
     from .checkpoint import CHECKPOINTS, named_checkpoints
 
     if not resume and named_checkpoints(folder / CHECKPOINTS):
         raise ConfigError(f"out must be the folder of a new run unless --resume goes on, got {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out must be a folder, got the file {folder}")
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:

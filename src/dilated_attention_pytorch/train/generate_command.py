@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..flags import whole_number
+
 if TYPE_CHECKING:
     from ..modules import LongNetLM
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="to go on from (default: a new line)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="whose bytes to go on from")
     parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="bytes to write (default: %(default)s)"
+        "--tokens", type=whole_number, default=200, metavar="N", help="bytes to write (default: %(default)s)"
     )
     parser.add_argument("--sample", action="store_true", help="draw bytes at random instead of the likeliest")
     parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: 1)")
