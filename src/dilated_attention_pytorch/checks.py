@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .attention_op import autocasts
-from .core.blocks import check_positive_int
+from .core.blocks import check_dense, check_positive_int
 from .core.sources import check_memory
 from .kernels import check_kernel_name
 
@@ -41,8 +41,6 @@ def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_
         raise TypeError(f"use_pattern_cache must be a bool, got {use_pattern_cache!r}")
     check_kernel_name(kernel)
     check_positive_int("workspace_bytes", workspace_bytes)
-    if workspace_bytes >= 2**62:
-        raise ValueError(f"workspace_bytes must be below 2**62, got {workspace_bytes}")
 
 
 def check_head_slice(head_slice: tuple[int, int], h: int, h_kv: int) -> None:
@@ -74,10 +72,7 @@ def check_inputs(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            raise TypeError(
-                f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}"
-            )
+        check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -123,6 +118,7 @@ def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
         raise TypeError(
             f"key_mask must be a bool tensor, got {getattr(key_mask, 'dtype', type(key_mask).__name__)}"
         )
+    check_dense("key_mask", key_mask)
     if key_mask.shape != q.shape[:2]:
         raise ValueError(
             f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}, got {tuple(key_mask.shape)}"
@@ -135,6 +131,7 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {kind}")
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device not in (q.device, torch.device("cpu")):

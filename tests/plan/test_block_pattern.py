@@ -427,3 +427,44 @@ def test_text_and_picture_on_any_default_device(tmp_path: Path) -> None:
         assert str(pattern) == text
         pattern.draw(tmp_path / "pattern.png")
         assert pattern.num_pairs == 512
+
+
+def wrapping_starts() -> Tensor:
+    """Their differences, 2**63 - 1, 2**63 - 1 and 5, are positive in 64 bits."""
+    return torch.tensor([0, 2**63 - 1, -2, 3])
+
+
+def test_starts_that_wrap_are_refused(tmp_path: Path) -> None:
+    columns = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="starts must rise from 0 to the number of columns, 3"):
+        BlockPattern(24, 8, wrapping_starts(), columns)
+    path = tmp_path / "pattern"
+    BlockPattern(24, 8, torch.tensor([0, 1, 2, 3]), columns).save(path)
+    header, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(header + b"\n" + struct.pack("<4q", *wrapping_starts().tolist()) + rest[32:])
+    with pytest.raises(ValueError, match="starts must rise from 0"):
+        BlockPattern.load(path)
+
+
+@pytest.mark.parametrize("b", [2, 3])
+def test_a_mask_of_batches_is_not_taken_for_one_of_heads(b: int) -> None:
+    layout = (torch.rand(b, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
+    counts = layout.sum(-1, dtype=torch.int32)
+    order = layout.int().argsort(dim=-1, descending=True, stable=True).int()
+    mask = BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=16, seq_lengths=(96, 96))
+    with pytest.raises(ValueError, match=f"a mask of {b} batches for all heads needs num_heads"):
+        BlockPattern.from_block_mask(mask)
+    pattern = BlockPattern.from_block_mask(mask, num_heads=b)
+    assert torch.equal(pattern.to_layout().view(b, b, 6, 6), layout.expand(-1, b, -1, -1))
+    q, k, v = (torch.randn(b, 96, b, 8) for _ in range(3))
+    each = [BlockPattern.from_layout(layout[i, 0], 96, 16) for i in range(b)]
+    rows = [slice(i, i + 1) for i in range(b)]
+    expected = [block_sparse_attention(q[i], k[i], v[i], one) for i, one in zip(rows, each, strict=True)]
+    assert_close(block_sparse_attention(q, k, v, pattern), torch.cat(expected), torch.float32)
+
+
+def test_a_mask_of_other_heads_is_refused() -> None:
+    mask = random_pattern(80, 8, 3).to_block_mask()
+    assert len(BlockPattern.from_block_mask(mask, num_heads=3)) == 3
+    with pytest.raises(ValueError, match="num_heads must be that of the mask, 3, got 2"):
+        BlockPattern.from_block_mask(mask, num_heads=2)

@@ -218,3 +218,21 @@ def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
 def check_positive_int(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value >= 2**62:
+        raise ValueError(f"{name} must be below 2**62, got {value}")
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+    if value >= 2**62:
+        raise ValueError(f"{name} must be below 2**62, got {value}")
+
+
+def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:
+    """Raises for sparse and nested tensors and, where values are read, for those of the meta device."""
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested one" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
+    if needs_values and x.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on the meta device")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_flags
+from ..core.blocks import check_dense, check_flags, check_positive_int
 from . import pattern_files
 
 
@@ -63,13 +63,18 @@ class BlockPattern:
             if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != 1 or x.device.type != "cpu":
                 kind = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
                 raise TypeError(f"{name} must be a 1-d {dtype} tensor on the cpu, got {kind}")
+            check_dense(name, x)
         entries = self.starts.numel() - 1
         if entries < self.rows or entries % self.rows:
             raise ValueError(
                 f"starts must have one entry a row and one more, for rows in multiples of {self.rows}, "
                 f"got {entries + 1}"
             )
-        if self.starts[0] != 0 or self.starts[-1] != self.columns.numel() or bool((self.counts < 0).any()):
+        check_positive_int("n", self.n)
+        check_positive_int("block_size", self.block_size)
+        # Compared, not subtracted: differences wrap, and would pass.
+        falls = bool((self.starts[1:] < self.starts[:-1]).any())
+        if falls or self.starts[0] != 0 or self.starts[-1] != self.columns.numel():
             raise ValueError(f"starts must rise from 0 to the number of columns, {self.columns.numel()}")
         if self.columns.numel():
             low, high = (int(x) for x in self.columns.aminmax())
@@ -95,6 +100,7 @@ class BlockPattern:
         if not isinstance(layout, Tensor) or layout.dtype != torch.bool:
             kind = layout.dtype if isinstance(layout, Tensor) else type(layout).__name__
             raise TypeError(f"a layout must be a bool tensor, got {kind}")
+        check_dense("a layout", layout, needs_values=True)
         _check_sizes(n, block_size, is_causal)
         blocks = count_blocks(n, block_size)
         if layout.dim() not in (2, 3) or layout.shape[-2:] != (blocks, blocks) or not layout.numel():
@@ -190,12 +196,15 @@ class BlockPattern:
         return pattern_files.to_block_mask(self, device, num_heads, key_mask)
 
     @classmethod
-    def from_block_mask(cls, mask: Any, *, is_causal: bool = False) -> BlockPattern:
+    def from_block_mask(
+        cls, mask: Any, *, is_causal: bool = False, num_heads: int | None = None
+    ) -> BlockPattern:
         """The blocks of a FlexAttention `BlockMask`, partial ones as full: its `mask_mod` is not evaluated.
 
-        With `is_causal` the triangle is applied, and blocks above the diagonal are left out.
+        With `is_causal` the triangle is applied, and blocks above the diagonal are left out. A mask that
+        differs by batch and not by head needs `num_heads`: the pattern has a layout for each of both.
         """
-        return pattern_files.from_block_mask(cls, mask, is_causal)
+        return pattern_files.from_block_mask(cls, mask, is_causal, num_heads)
 
     def save(self, path: str | Path) -> None:
         """Writes the pattern to a file that `load` reads: a line of JSON and plain integers."""

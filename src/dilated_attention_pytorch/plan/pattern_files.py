@@ -86,8 +86,8 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
 
 def coverage(pattern: BlockPattern, layout: int, cells: int) -> Tensor:
     """(cells, cells) float: the share of each cell's blocks that a layout keeps; at most one cell a block."""
-    if not 0 <= layout < len(pattern):
-        raise ValueError(f"layout must lie in 0 to {len(pattern) - 1}, got {layout}")
+    if isinstance(layout, bool) or not isinstance(layout, int) or not 0 <= layout < len(pattern):
+        raise ValueError(f"layout must lie in 0 to {len(pattern) - 1}, got {layout!r}")
     rows = pattern.rows
     cells = min(cells, rows)
     first, last = (int(pattern.starts[i]) for i in (layout * rows, (layout + 1) * rows))
@@ -164,7 +164,9 @@ def _in_order(layout: Tensor) -> tuple[Tensor, Tensor]:
     return layout.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def from_block_mask(cls: type[BlockPattern], mask: Any, is_causal: bool) -> BlockPattern:
+def from_block_mask(
+    cls: type[BlockPattern], mask: Any, is_causal: bool, num_heads: int | None
+) -> BlockPattern:
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(mask, BlockMask):
@@ -178,7 +180,24 @@ def from_block_mask(cls: type[BlockPattern], mask: Any, is_causal: bool) -> Bloc
     layout = _kept(mask.kv_num_blocks, mask.kv_indices)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         layout |= _kept(mask.full_kv_num_blocks, mask.full_kv_indices)
+    layout = _for_heads(layout, num_heads)
     return cls.from_layout(layout.flatten(0, 1), q_len, q_size, is_causal=is_causal)
+
+
+def _for_heads(layout: Tensor, num_heads: int | None) -> Tensor:
+    """(b, h, rows, columns) with the heads of a call where batches differ, one after the other in a pattern."""
+    batches, heads = layout.shape[:2]
+    if num_heads is None:
+        if batches > 1 and heads == 1:
+            raise ValueError(
+                f"a mask of {batches} batches for all heads needs num_heads, or its layouts could be taken for "
+                "those of heads, got none"
+            )
+        return layout
+    check_positive_int("num_heads", num_heads)
+    if heads not in (1, num_heads):
+        raise ValueError(f"num_heads must be that of the mask, {heads}, got {num_heads}")
+    return layout.expand(-1, num_heads, -1, -1) if batches > 1 else layout
 
 
 def _kept(counts: Tensor, indices: Tensor) -> Tensor:
