@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch import DilatedSpec, dilated_attention
+from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
 from support.tolerances import assert_close, assert_same_gradients
 
@@ -286,6 +287,57 @@ def test_dropout_gradients_are_those_of_the_drawn_mask() -> None:
         return dilated_attention(q, k, v, [4, 12], [1, 2], dropout_p=0.4, workspace_bytes=3000)
 
     assert torch.autograd.gradcheck(attention, (q, k, v))
+
+
+@pytest.mark.parametrize("workspace_bytes", [3000, 2**20])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"tail": "phantom", "head_mixing": "grouped"},
+        {"cu_seqlens": torch.tensor([0, 5, 12])},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_dropout_in_steps_has_the_gradients_of_its_masks(
+    options: dict[str, Any], workspace_bytes: int
+) -> None:
+    q, k, v = (torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    execution = {"steps": 5, "workspace_bytes": workspace_bytes}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return dilated_attention(q, k, v, [4, 12], [1, 2], dropout_p=0.4, **execution, **options)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"detach_mixing": True}, {"is_causal": True}], ids=str)
+def test_steps_with_a_dropout_that_drops_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Tiles are cut as dropout needs them, in both passes, and every probability stays."""
+    tensors = [x.to(dtype).requires_grad_() for x in qkv(96)]
+    results = []
+    for execution in ({}, {"dropout_p": 1e-30, "steps": 5, "workspace_bytes": 2**14}):
+        out = dilated_attention(*tensors, **BRANCHES, **options, **execution)
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, dtype)
+
+
+def test_steps_bound_the_sums_of_a_forward_pass_with_dropout() -> None:
+    """Where segments are as long as the sequence, a panel is otherwise all of it."""
+    shape = Shape(1, 64, 2, 2, 8)
+    for p in (0.0, 0.4):
+        spec = DilatedSpec([64], [1], dropout_p=p)
+        how = {"itemsize": 2, "workspace_bytes": 2**12, "steps": 4}
+        forward, backward = (plan_dilated(spec, shape, direction=d, **how) for d in ("forward", "backward"))
+        assert {panel.time for panel in forward.panels} == {16}
+        assert {panel.time for panel in backward.panels} == {64}
+        if p:
+            assert sorted(x.index for x in forward.tiles) == sorted(x.index for x in backward.tiles)
+            assert set(forward.tiles) == set(backward.tiles)
 
 
 @pytest.mark.parametrize(

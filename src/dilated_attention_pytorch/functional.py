@@ -114,7 +114,7 @@ def dilated_attention(
         is_causal: a query sees only keys at or before its position.
         scale: factor of the scores, 1 / sqrt(d) by default.
         dropout_p: drops attention probabilities, whenever > 0: pass 0 in evaluation. What a seed drops
-            depends on the shapes and on `workspace_bytes`.
+            depends on the shapes, on `workspace_bytes` and on `steps`.
         key_mask: (b, n) bool, True where a key may be attended.
         cu_seqlens: (documents + 1,) int32 or int64 boundaries of documents packed into b == 1;
             segments restart at each document.

@@ -49,7 +49,6 @@ class Options(NamedTuple):
 
 
 _make_spec = lru_cache(maxsize=256)(DilatedSpec)
-_DROPOUT_P = Options._fields.index("dropout_p")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
@@ -73,15 +72,13 @@ def dilated_attention_op(
     *raw: Any,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) and lse (b, h, n); the arguments are those of `functional.dilated_attention`."""
-    # Dropout masks are drawn tile by tile, so both passes must then cut the same tiles.
-    direction: Pass = "backward" if raw[_DROPOUT_P] else "forward"
 
     def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor]:
         inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
         documents = _documents(options, inputs, cu_seqlens)
         if documents.batches:
-            return packed.forward(documents, partial(_plan, options, direction, q.element_size()), inputs)
-        return engine.forward(_whole_plan(options, direction, q, k, cu_seqlens), inputs)
+            return packed.forward(documents, partial(_plan, options, "forward", q.element_size()), inputs)
+        return engine.forward(_whole_plan(options, "forward", q, k, cu_seqlens), inputs)
 
     with without_autocast(q.device):
         return with_memory(Options(*raw), q.device, attend)

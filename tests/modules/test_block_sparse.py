@@ -307,3 +307,21 @@ def test_attention_weights_are_the_probabilities() -> None:
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / 5**0.5
     expected = scores.masked_fill(~pattern.to_dense(), -torch.inf).softmax(-1).mean(1)
     assert_close(weights, expected, torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["local_window", "adaptive"])
+def test_the_gradient_of_the_weights(kind: str) -> None:
+    module = BlockSparseDilatedAttention(sparse_config={"pattern_type": kind, "block_size": 16})
+    q, k, _ = tensors(50)
+    mask = torch.rand(2, 50) > 0.2
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+    config = SparsePatternConfig.of(module.sparse_config)
+    content = {"query": q, "key": k, "key_mask": mask} if kind == "adaptive" else {}
+    dense = build_block_pattern(config, 50, 4, is_causal=True, **content).to_dense()
+    dense = dense.view(-1, dense.shape[0] if kind != "adaptive" else 4, 50, 50) & mask[:, None, None]
+    empty = ~dense.any(-1, keepdim=True)
+    expected = scores.masked_fill(~dense, -torch.inf).masked_fill(empty, 0.0).softmax(-1)
+    expected = expected.masked_fill(empty, 0.0).mean(1)
+    weights = module.attention_weights(q, k, True, mask)
+    assert_close(weights, expected, torch.float64)
+    assert_same_gradients(weights, expected, [q, k], torch.float64)

@@ -113,20 +113,22 @@ class BlockSparseDilatedAttention(AttentionSkin):
     def attention_weights(
         self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """(b, n, n): probabilities without dropout, averaged over the heads. For short sequences."""
+        """(b, n, n): probabilities without dropout, averaged over the heads, differentiable.
+
+        For short sequences.
+        """
+        check_inputs(query, key, key, attention_mask, None)
         # Attention to the rows of an identity matrix shows the weights themselves.
         b, n, _, width = query.shape
-        weights = query.new_zeros(b, n, n)
         unit = torch.eye(n, dtype=query.dtype, device=query.device)
-        with torch.no_grad():
-            prepared = self._prepare(query, key, is_causal, attention_mask)
-            for start in range(0, n, width):
-                columns = unit[:, start : start + width]
-                values = F.pad(columns, (0, width - columns.shape[1]))
-                values = values[None, :, None].expand(b, n, key.shape[2], width)
-                out = self._attend_prepared(prepared, values, is_causal, attention_mask, 0)
-                weights[:, :, start : start + width] = out.mean(2)[..., : columns.shape[1]]
-        return weights
+        prepared = self._prepare(query, key, is_causal, attention_mask)
+        parts = []
+        for columns in unit.split(width, 1):
+            values = F.pad(columns, (0, width - columns.shape[1]))
+            values = values[None, :, None].expand(b, n, key.shape[2], width)
+            out = self._attend_prepared(prepared, values, is_causal, attention_mask, 0)
+            parts.append(out.mean(2)[..., : columns.shape[1]])
+        return torch.cat(parts, -1).to(query.dtype)
 
     @property
     def _is_adaptive(self) -> bool:

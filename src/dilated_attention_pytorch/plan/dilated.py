@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -102,7 +103,8 @@ def plan_dilated(
     panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
     over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
     there may the workspace be exceeded. With `steps`, the panels of a forward pass are that many equal parts
-    of the time, whatever segments they cut.
+    of the time, whatever segments they cut. With dropout, whose masks are drawn tile by tile, both passes
+    have the same tiles: those of a backward pass, cut by the steps.
 
     `part`: the positions and heads of `shape` are a part of a whole call; keys outside it are left out. With
     `lane`, each panel is so many key/value heads over all the time at hand.
@@ -110,15 +112,17 @@ def plan_dilated(
     Passes that need the same scratch share one entry of `cache`.
     """
     part = Part.whole(shape) if part is None else part
-    steps = min(steps, shape.n) if direction == "forward" else 1
-    scratch_rows = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
+    drops = spec.dropout_p > 0
+    steps = min(steps, shape.n) if drops or direction == "forward" else 1
+    joins = direction == "backward" and steps > 1
+    scratch_rows = _scratch_rows(spec, shape, "backward" if drops else direction, accumulates=itemsize < 4)
     build = partial(
-        _build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes, steps, part, lane
+        _build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes, steps, joins, part, lane
     )
     if cache is None:
         return build()
     packing = None if docs is None else digest(docs)
-    key = ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes, steps, part, lane)
+    key = ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes, steps, joins, part, lane)
     plan: Plan = cache.get_or_build(key, build)
     return plan
 
@@ -157,21 +161,39 @@ def _build_plan(
     docs: tuple[int, ...] | None,
     workspace_bytes: int,
     steps: int,
+    joins: bool,
     part: Part,
     lane: int | None,
 ) -> Plan:
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
     scratch_bytes = scratch_rows * shape.d * max(4, itemsize)
     builder = TileBuilder(spec, shape, part, docs, _row_bytes(shape, itemsize), budget)
-    blocks = _panel_blocks(spec, shape, builder.spans, scratch_bytes, budget, steps, lane)
-    panels = []
+    cuts = range(0, shape.n, -(-shape.n // steps)) if spec.dropout_p else range(0)
+    blocks = _panel_blocks(spec, shape, builder.spans, scratch_bytes, budget, 1 if cuts else steps, lane)
+    panels, group = [], shape.h // shape.h_kv
     for batch, num_batch, kv, num_kv, lo, hi in blocks:
-        group = shape.h // shape.h_kv
-        time = (part.start + lo, part.start + hi)
-        tiles = tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), time))
-        origin = (batch, lo, kv * group)
-        panels.append(Panel(origin, num_batch, hi - lo, num_kv * group, kv, num_kv, tiles))
+        bounds = [lo, *(cut for cut in cuts if lo < cut < hi), hi]
+        parts = []
+        for a, b in pairwise(bounds):
+            time = (part.start + a, part.start + b)
+            parts.append((a, b, tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), time))))
+        for a, b, tiles in [(lo, hi, _joined(parts, builder.order))] if joins else parts:
+            origin = (batch, a, kv * group)
+            panels.append(Panel(origin, num_batch, b - a, num_kv * group, kv, num_kv, tiles))
     return Plan(spec, shape, tuple(panels), builder.covers)
+
+
+def _joined(parts: list[tuple[int, int, tuple[Tile, ...]]], order: list[int]) -> tuple[Tile, ...]:
+    """The tiles of parts of a panel as one: of each branch those with keys of their own part first.
+
+    They write the gradients of the keys to which the tiles of other parts add.
+    """
+    keyed = [
+        ((order.index(tile.branch), not a <= tile.first_key < b), tile)
+        for a, b, each in parts
+        for tile in each
+    ]
+    return tuple(tile for _, tile in sorted(keyed, key=lambda pair: pair[0]))
 
 
 def _row_bytes(shape: Shape, itemsize: int) -> int:

@@ -49,6 +49,11 @@ class Tile:
         return self.num_batch * self.segments, self.heads.num_units, self.k_count, d
 
     @property
+    def first_key(self) -> int:
+        """The position of the first key row of the first head."""
+        return self.start + self.heads.first.row + self.k_first * self.rate
+
+    @property
     def num_pairs(self) -> int:
         """Query-key pairs that are scored, over all heads and batches."""
         per_head = self.q_count * (self.q_count + 1) // 2 if self.is_causal else self.q_count * self.k_count
