@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .attention_op import without_autocast
-from .checks import check_inputs
+from .checks import check_inputs, named_keywords
+from .core.blocks import check_dense
 from .ops import document_bounds
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
@@ -17,6 +18,7 @@ from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@named_keywords
 def attention_rows(
     q: Tensor,
     k: Tensor,
@@ -71,9 +73,11 @@ def attention_rows(
 
 
 def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
+    if isinstance(rows, Tensor):
+        check_dense("rows", rows, needs_values=True)
     try:
         index = torch.as_tensor(rows, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}") from error
     if index.dtype not in _INDEX_DTYPES or index.dim() != 1 or not index.numel():
         raise ValueError(f"rows must be a non-empty list of integers, got {rows!r}")

@@ -10,12 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
-from .checks import (
-    autocast_inputs,
-    check_execution,
-    check_inputs,
-    refuse_forward_mode,
-)
+from .checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
 from .core.blocks import check_flags, check_positive_int
 from .flex import flex_block_sparse, why_not_flex
 from .plan import BlockPattern, build_pattern, score_pattern
@@ -23,6 +18,7 @@ from .sparse_spec import SparsePatternConfig
 from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
 
 
+@named_keywords
 def build_block_pattern(
     config: SparsePatternConfig | Mapping[str, Any],
     n: int,
@@ -201,6 +197,7 @@ def block_sparse_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@named_keywords
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -10,7 +15,10 @@ from .attention_op import autocasts
 from .core.blocks import check_dense, check_positive_int
 from .core.sources import check_memory
 from .kernels import check_kernel_name
+from .spec import refuse_unknown
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MASKS = ("attention_mask", "attn_mask", "mask", "key_padding_mask")  # of other libraries and of modules
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -24,6 +32,27 @@ def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return q, k, v
+
+
+def named_keywords(function: _Function) -> _Function:
+    """Refuses keywords that the function does not have with a hint at those that are meant."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in known:
+                _refuse_keyword(function.__name__, name, known)
+        return function(*args, **given)
+
+    return call  # type: ignore[return-value]
+
+
+def _refuse_keyword(function: str, name: str, known: tuple[str, ...]) -> None:
+    if name in _MASKS and "key_mask" in known:
+        meant = "key_mask (b, n) bool, True = may be attended, is meant"
+        raise TypeError(f"{function} has no {name!r}; {meant}")
+    refuse_unknown(function, [name], known)
 
 
 def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
@@ -140,3 +169,26 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
         )
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into a batch of 1, got a batch of {q.shape[0]}")
+
+
+def whole_numbers(
+    name: str, values: Sequence[int] | Tensor, num: int | None, largest: int, *, least: int = 0
+) -> list[int]:
+    """`num` integers (or, for None, any number but 0 of them) from `least` to `largest`, checked."""
+    if isinstance(values, Tensor):
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers, got {values.dtype}")
+        check_dense(name, values, needs_values=True)
+        values = values.tolist()
+    if not isinstance(values, (list, tuple, range)):
+        raise TypeError(f"{name} must be a sequence or tensor of integers, got {values!r}")
+    if num is None and not values:
+        raise ValueError(f"{name} must have at least one entry, got none")
+    if num is not None and len(values) != num:
+        raise ValueError(f"{name} must have one entry for each of the {num} rows, got {len(values)}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must hold integers, got {value!r}")
+        if not least <= value <= largest:
+            raise ValueError(f"{name} must lie between {least} and {largest}, got {value}")
+    return list(values)

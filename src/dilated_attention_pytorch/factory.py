@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .core.blocks import check_positive_int
+from .core.blocks import check_device, check_positive_int
 from .core.host_memory import describe_bytes, device_memory
 from .modules import (
     BlockSparseDilatedAttention,
@@ -149,7 +149,7 @@ def _choose(
     proposals: list[tuple[str, Any, str]] = []
     if is_long and options.get("buffer_manager") is None:
         proposals.append(("enable_memory_pool", True, length))
-    device = torch.device(options.get("device") or torch.get_default_device())
+    device = check_device(options.get("device")) or torch.get_default_device()
     memory = device_memory(device)
     if memory is not None and memory.available < LITTLE_MEMORY:
         little = f"{describe_bytes(memory.available)} available on {device}"

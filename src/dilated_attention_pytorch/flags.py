@@ -1,11 +1,9 @@
-"""Numbers, lists and sizes as a command line writes them, and names that are nearly right. Needs no torch."""
+"""Numbers, lists and sizes as a command line writes them. Needs no torch."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Iterable
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -48,9 +46,3 @@ def byte_count(text: str) -> int:
         likely = "GiB" if number < 2**10 else "MiB"
         raise ArgumentTypeError(f"{text} is {text} bytes; did you mean {text}{likely}?")
     return int(number * _UNITS[found[2].lower()])
-
-
-def close_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The known names that are nearest to one that is not known, whatever their case."""
-    by_lower = {each.lower(): each for each in known}
-    return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=most)]

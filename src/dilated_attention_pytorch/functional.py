@@ -13,6 +13,7 @@ from .checks import (
     check_execution,
     check_head_slice,
     check_inputs,
+    named_keywords,
     refuse_forward_mode,
 )
 from .core.blocks import check_flags, check_positive_int
@@ -75,6 +76,7 @@ def dilated_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@named_keywords
 def dilated_attention(
     q: Tensor,
     k: Tensor,

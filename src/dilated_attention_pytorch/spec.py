@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import numbers
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
@@ -163,6 +165,8 @@ def positive_int(name: str, value: object, bits: int = 62) -> int:
 
 
 def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
+    if hasattr(values, "tolist"):  # or tensors of booleans and of one column would pass as integers
+        values = _listed(name, values)
     if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__getitem__"):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     numbers = []
@@ -177,6 +181,14 @@ def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ..
     if max(numbers) >= 2**bits:
         raise ValueError(f"{name} must be below 2**{bits}, got {tuple(numbers)}")
     return tuple(numbers)
+
+
+def _listed(name: str, values: Any) -> Any:
+    try:
+        return values.tolist()
+    except RuntimeError as error:
+        rule = f"{name} must be a sequence of integers"
+        raise TypeError(f"{rule}, got a {type(values).__name__} that cannot be read") from error
 
 
 def finite_float(name: str, value: float) -> float:
@@ -194,3 +206,33 @@ def finite_float(name: str, value: float) -> float:
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def close_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names that are nearest to one that is not known, whatever their case."""
+    by_lower = {each.lower(): each for each in known}
+    return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=most)]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the closest of the known names; empty if none is close."""
+    close = close_names(name, known, most=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()
+) -> None:
+    """Raises for a given keyword that `owner` does not know; `others` are names that may be meant."""
+    known = set(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}))}")
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads`, to which JSON that nests too deeply is bad JSON like any other: a ValueError."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("JSON must not nest deeper than Python can follow, got text that does") from None

@@ -6,7 +6,7 @@ takes x (b, n, h d), and gives what it attends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
 from .. import block_sparse, functional, modules, ring
-from ..flags import close_names
 from ..sparse_spec import SparsePatternConfig
+from ..spec import did_you_mean
 from .module_cases import ModuleConfig
 from .peers import FlexAttention, LocalWindows, why_not_flex, why_not_local, why_not_torchscale
 from .sparse_candidates import make_pattern
@@ -58,14 +58,7 @@ def entry_of(name: str) -> Entry:
     """The candidate of a name; a `ValueError` names those that are close."""
     if name in ENTRIES:
         return ENTRIES[name]
-    raise ValueError(f"there is no candidate {name!r}.{did_you_mean(name, ENTRIES)}")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the closest of the known names, whatever their case."""
-    close = close_names(name, known, most=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"{hint} See --list."
+    raise ValueError(f"there is no candidate {name!r}.{did_you_mean(name, ENTRIES)} See --list.")
 
 
 def remarks(name: str, config: ModuleConfig) -> str:

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..spec import parse_json
 from .cases import Case, case_from_dict, case_to_dict
 from .figures import Figure, make_figures
 from .measure import Timing
@@ -66,7 +67,7 @@ def to_json(record: Record) -> str:
 
 def from_json(text: str) -> Record:
     """The inverse of `to_json`. A `ValueError` says why a text is not such a record."""
-    document = json.loads(text)
+    document = parse_json(text)
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"a record must have schema {SCHEMA}, got {schema}")

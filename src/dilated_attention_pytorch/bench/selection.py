@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..spec import branches_for
+from ..spec import branches_for, did_you_mean
 from .cases import SUITES, Case, LongCase, PoolCase, describe
 from .forecast_cases import ForecastCase, forecast_target
 from .limit_cases import LIMIT_CONFIG, LIMITED, LimitCase, limit_case, limit_target
 from .model_cases import ModelCase, model_target
-from .module_candidates import ENTRIES, did_you_mean
+from .module_candidates import ENTRIES
 from .module_cases import MAIN_CANDIDATES, RATIO, CompareCase, ModuleConfig, compare_cases
 from .quality_cases import QualityCase, quality_target
 from .ring_cases import RingCase
@@ -44,7 +44,7 @@ def select_cases(options: argparse.Namespace) -> tuple[Case, ...]:
     names = tuple(dict.fromkeys(options.names))
     unknown = [name for name in names if name not in SUITES and name not in ENTRIES]
     if unknown:
-        hint = did_you_mean(unknown[0], (*SUITES, *ENTRIES))
+        hint = did_you_mean(unknown[0], (*SUITES, *ENTRIES)) + " See --list."
         raise ValueError(f"there is no suite and no candidate {unknown[0]!r}.{hint}")
     suites = [name for name in names if name in SUITES]
     if suites and len(suites) < len(names):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .blocks import check_flags, check_positive_int, check_shape
+from .blocks import check_device, check_flags, check_positive_int, check_shape
 from .buffer_config import (
     CAPACITY,
     DEFAULT_CONFIGS,
@@ -448,7 +448,7 @@ def _slot_type(slot: str) -> BufferType:
 
 def normal_device(device: torch.device | str | None) -> torch.device:
     """One name for a device, however it was written: "cuda" is the current CUDA device."""
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = check_device(device) or torch.get_default_device()
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device

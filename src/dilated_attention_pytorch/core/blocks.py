@@ -191,6 +191,8 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
             raise TypeError(f"shape must consist of integers, got {shape!r}")
         if size < 0:
             raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
+    if math.prod(sizes) >= 2**56:  # so that bytes can be counted in 64 bits
+        raise ValueError(f"shape must hold fewer than 2**56 elements, got {tuple(sizes)}")
     return sizes
 
 
@@ -209,17 +211,25 @@ def check_flags(**flags: bool) -> None:
             raise TypeError(f"{name} must be a bool, got {flag!r}")
 
 
+def check_device(device: torch.device | str | None) -> torch.device | None:
+    """The device of a name; None stays None."""
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+
+
 def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
     """Raises unless it is None or a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
-def check_positive_int(name: str, value: int) -> None:
+def check_positive_int(name: str, value: int, bits: int = 62) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if value >= 2**62:
-        raise ValueError(f"{name} must be below 2**62, got {value}")
+    if value >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
 
 
 def check_count(name: str, value: int) -> None:

@@ -22,6 +22,8 @@ from .blocks import (
     Block,
     Blocks,
     Placement,
+    check_count,
+    check_device,
     check_flags,
     check_shape,
     needed_bytes,
@@ -67,10 +69,8 @@ class MemoryPool:
                 raise ValueError(
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
-        if pool_size is not None and (
-            isinstance(pool_size, bool) or not isinstance(pool_size, int) or pool_size < 0
-        ):
-            raise ValueError(f"pool_size must be an integer of 0 or more, or None, got {pool_size!r}")
+        if pool_size is not None:
+            check_count("pool_size", pool_size)
         check_flags(enable_profiling=enable_profiling)
         self.max_bytes, self.pool_size, self.enable_profiling = max_bytes, pool_size, enable_profiling
         self._lock = threading.RLock()
@@ -121,12 +121,13 @@ class MemoryPool:
         **placement: Any,
     ) -> tuple[Tensor, bool]:
         """As `allocate`, and whether the memory had been used before."""
-        shape, device, place = check_shape(shape), torch.device(device), Placement(**placement)
+        shape, place = check_shape(shape), Placement(**placement)
+        where = check_device(device) or torch.device("cpu")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         check_flags(zero_init=zero_init)
-        if device.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
-            buffer, reused = self._unpooled(shape, dtype, device, place), False
+        if where.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
+            buffer, reused = self._unpooled(shape, dtype, where, place), False
         else:
             needed = needed_bytes(shape, dtype, place.alignment)
             if self.max_bytes is not None and needed > self.max_bytes:

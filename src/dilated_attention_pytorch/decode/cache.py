@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..attention_op import without_autocast
-from ..checks import DTYPES, autocast_inputs, check_execution, check_new_tokens
-from ..core.blocks import check_float_dtype, check_positive_int
+from ..checks import DTYPES, autocast_inputs, check_execution, check_new_tokens, whole_numbers
+from ..core.blocks import check_device, check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .attend import Stream
 from .lanes import Lane
-from .rows import row_runs, whole_numbers
+from .rows import row_runs
 
 _LEAST_ROWS = 64  # of a lane's first memory
 
@@ -67,14 +67,14 @@ class DilatedKVCache:
         num_heads = num_kv_heads if num_heads is None else num_heads
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in (sizes | {"num_heads": num_heads}).items():
-            check_positive_int(name, size)
+            check_positive_int(name, size, bits=28)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         check_execution(kernel, workspace_bytes, "fresh", True)
         check_float_dtype("dtype", dtype)
         self.spec, self.head_dim = spec, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.device = None if device is None else torch.device(device)
+        self.device = check_device(device)
         self.dtype = dtype
         self._stream = Stream(spec, num_heads, num_kv_heads, kernel, workspace_bytes)
         self._lengths = [0] * batch_size

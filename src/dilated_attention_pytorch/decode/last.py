@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ..attention_op import without_autocast
-from ..checks import autocast_inputs, check_execution, check_new_tokens
+from ..checks import autocast_inputs, check_execution, check_new_tokens, named_keywords, whole_numbers
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .attend import Stream
 from .lanes import Lane
-from .rows import row_runs, whole_numbers
+from .rows import row_runs
 
 
+@named_keywords
 @uncompiled
 def attend_last(
     q: Tensor,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.blocks import check_flags
-from ..spec import one_of
+from ..spec import one_of, parse_json
 
 _PARTS = ("encoder", "decoder")
 # torchscale's name: this library's name, and torchscale's default.
@@ -116,8 +115,8 @@ def _integers(config: Mapping[str, Any], name: str) -> Sequence[int]:
     values = config.get(name)
     if isinstance(values, str):
         try:
-            values = json.loads(values)
-        except json.JSONDecodeError as error:
+            values = parse_json(values)
+        except ValueError as error:
             raise ValueError(f"{name} must be a list of integers, got {config[name]!r}") from error
     if not isinstance(values, Sequence) or not values or any(type(each) is not int for each in values):
         raise ValueError(f"{name} must be a list of integers, got {config.get(name)!r}")

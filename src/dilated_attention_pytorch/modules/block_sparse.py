@@ -123,7 +123,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
         unit = torch.eye(n, dtype=query.dtype, device=query.device)
         prepared = self._prepare(query, key, is_causal, attention_mask)
         parts = []
-        for columns in unit.split(width, 1):
+        for columns in torch.split(unit, width, 1):
             values = F.pad(columns, (0, width - columns.shape[1]))
             values = values[None, :, None].expand(b, n, key.shape[2], width)
             out = self._attend_prepared(prepared, values, is_causal, attention_mask, 0)

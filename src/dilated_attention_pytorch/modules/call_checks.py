@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention_op import autocasts
+from ..core.blocks import check_dense
 from ..spec import finite_float
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -47,6 +48,7 @@ def attended_keys(ignored: Tensor, b: int, n: int, device: torch.device) -> Tens
     if not isinstance(ignored, Tensor) or not (ignored.dtype == torch.bool or ignored.is_floating_point()):
         kind = getattr(ignored, "dtype", type(ignored).__name__)
         raise TypeError(f"key_padding_mask must be a bool or float tensor, got {kind}")
+    check_dense("key_padding_mask", ignored)
     if ignored.shape != (b, n):
         raise ValueError(f"key_padding_mask must be (b, n) = {(b, n)}, got {tuple(ignored.shape)}")
     if ignored.device != device:
@@ -59,12 +61,15 @@ def attended_keys(ignored: Tensor, b: int, n: int, device: torch.device) -> Tens
     return attended
 
 
-def check_causal_mask(mask: Tensor, n: int) -> None:
+def check_causal_mask(mask: Tensor, n: int, device: torch.device) -> None:
     rule = "attn_mask must be None or the square causal mask: the pattern decides what is attended"
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(f"{rule}, got {getattr(mask, 'dtype', type(mask).__name__)}")
     if mask.shape != (n, n):
         raise ValueError(f"{rule}, got the shape {tuple(mask.shape)} for n = {n}")
+    check_dense("attn_mask", mask)
+    if mask.device != device:
+        raise ValueError(f"attn_mask must be on the device of query, {device}, got {mask.device}")
     future = torch.ones_like(mask, dtype=torch.bool).triu(1)
     expected = future if mask.dtype == torch.bool else torch.where(future, -math.inf, 0.0)
     require((mask == expected).all(), f"{rule}, got another mask")
@@ -74,6 +79,7 @@ def check_positions(positions: Tensor, b: int, n: int) -> None:
     if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
         kind = getattr(positions, "dtype", type(positions).__name__)
         raise TypeError(f"positions must be a tensor of integers, got {kind}")
+    check_dense("positions", positions)
     if positions.shape not in ((n,), (b, n)):
         shapes = f"(n,) = {(n,)} or (b, n) = {(b, n)}"
         raise ValueError(f"positions must have the shape {shapes}, got {tuple(positions.shape)}")
@@ -81,6 +87,8 @@ def check_positions(positions: Tensor, b: int, n: int) -> None:
 
 def require(fact: Tensor, message: str) -> None:
     """Raises unless `fact`; a traced graph, which cannot branch on values, asserts when it runs."""
+    if fact.is_meta:
+        return  # nothing to look at
     if torch.compiler.is_compiling():
         torch._assert_async(fact, message)
     elif not fact:
@@ -89,9 +97,7 @@ def require(fact: Tensor, message: str) -> None:
 
 def check_positive(**values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
+        if finite_float(name, value) <= 0:
             raise ValueError(f"{name} must be positive and finite, got {value}")
 
 

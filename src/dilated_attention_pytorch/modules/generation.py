@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import whole_numbers
 from ..core.blocks import check_positive_int
-from ..decode.rows import whole_numbers
 from .sampling import Sampler, Sampling
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from ..core.blocks import check_flags, check_positive_int
-from ..spec import DilatedSpec, finite_float, one_of, resolve_branches
+from ..spec import DilatedSpec, finite_float, one_of, parse_json, resolve_branches
 from .call_checks import check_positive, check_probabilities
 from .feed_forward import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
@@ -134,7 +134,7 @@ class StackConfig:
     def from_json(cls: type[_Config], text: str) -> _Config:
         """The config of what `to_json` gave. Not a number, infinities and repeated keys are errors."""
         try:
-            values = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+            values = parse_json(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
             raise ValueError(f"a config must be JSON, got text that is not: {error}") from None
         return cls.from_dict(values)

@@ -45,9 +45,11 @@ class Call(NamedTuple):
         if self.attn_mask is not None:
             if n != m:
                 raise ValueError(f"attn_mask needs as many keys as queries, got {m} and {n}")
-            check_causal_mask(self.attn_mask, n)
+            check_causal_mask(self.attn_mask, n, self.query.device)
         if self.positions is not None:
             check_positions(self.positions, b, n)
+            if self.positions.is_meta and not self.query.is_meta:
+                raise ValueError("positions must have values, got a tensor on the meta device")
         ignored = self.key_padding_mask
         return None if ignored is None else attended_keys(ignored, b, m, self.query.device)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..checks import whole_numbers
 from ..core.blocks import check_positive_int
-from ..decode.rows import whole_numbers
 from ..spec import one_of
 from .call_checks import check_positions, check_positive, require
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_float_dtype
+from ..core.blocks import check_device, check_float_dtype
 from .longnet_config import StackConfig
 from .state_fit import check_fit
 
@@ -144,7 +144,7 @@ def read_tensors(path: Path, *, device: torch.device | str | None = None) -> dic
 
 
 def check_has_memory(device: torch.device | str | None) -> None:
-    if device is not None and torch.device(device).type == "meta":
+    if (place := check_device(device)) is not None and place.type == "meta":
         raise ValueError("device must be one with memory to load weights, got meta")
 
 

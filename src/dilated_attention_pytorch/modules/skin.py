@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checks import check_execution
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
-from ..core.blocks import check_flags, check_float_dtype
+from ..core.blocks import check_device, check_flags, check_float_dtype
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..spec import DilatedSpec
 
@@ -73,7 +73,7 @@ class AttentionSkin(nn.Module):
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = spec.dropout_p > 0
-        self.device = None if device is None else torch.device(device)
+        self.device = check_device(device)
         check_float_dtype("dtype", dtype)
         self.dtype = dtype
 

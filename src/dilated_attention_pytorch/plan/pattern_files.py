@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.blocks import check_positive_int
+from ..spec import parse_json
 from .pictures import FUTURE, INK, WHITE, Map, Meaning, scale_of, shade, write_picture
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ def load(cls: type[BlockPattern], path: str | Path) -> BlockPattern:
     with Path(path).open("rb") as file:
         line, rest = file.readline(_MAX_HEADER), file.read()
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         given, causal = header["format"], header["is_causal"]
         sizes = [header[name] for name in ("n", "block_size", "rows", "blocks")]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path} is not a block pattern: it does not begin with a line of its JSON"
         ) from None
@@ -185,13 +186,13 @@ def from_block_mask(
 
 
 def _for_heads(layout: Tensor, num_heads: int | None) -> Tensor:
-    """(b, h, rows, columns) with the heads of a call where batches differ, one after the other in a pattern."""
+    """(b, h, rows, columns), with all heads of a call where batches differ."""
     batches, heads = layout.shape[:2]
     if num_heads is None:
         if batches > 1 and heads == 1:
             raise ValueError(
-                f"a mask of {batches} batches for all heads needs num_heads, or its layouts could be taken for "
-                "those of heads, got none"
+                f"a mask of {batches} batches for all heads needs num_heads, or its layouts could be taken "
+                "for those of heads, got none"
             )
         return layout
     check_positive_int("num_heads", num_heads)

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from ..checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
+from ..checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
 from ..core.blocks import check_flags, check_positive_int
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.tracing import uncompiled
@@ -74,8 +74,9 @@ def ring_dilated_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@named_keywords  # type: ignore[misc]  # the overloads leave the options open
 # Transfers cannot be traced: compilers break the graph here.
-@uncompiled  # type: ignore[misc]  # the overloads leave the options open
+@uncompiled
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,

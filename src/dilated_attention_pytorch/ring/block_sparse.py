@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..block_ops import BY_THREADS, BlockOptions, sized
 from ..block_sparse import block_sparse_attention, check_fit
-from ..checks import autocast_inputs, check_execution, check_inputs, refuse_forward_mode
+from ..checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
 from ..core.block_patterns import get_block_pattern_cache
 from ..core.blocks import check_flags, check_positive_int
 from ..core.tracing import uncompiled
@@ -40,8 +40,9 @@ def ring_block_sparse_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@named_keywords  # type: ignore[misc]  # the overloads leave the options open
 # Transfers cannot be traced: compilers break the graph here.
-@uncompiled  # type: ignore[misc]  # the overloads leave the options open
+@uncompiled
 def ring_block_sparse_attention(
     q: Tensor,
     k: Tensor,

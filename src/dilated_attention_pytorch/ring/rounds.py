@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..core.blocks import check_count, check_positive_int
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.heads import even_parts
 from ..plan.segments import Range
@@ -241,9 +242,13 @@ class Schedule:
 
 def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
     """The tokens of each rank, as a tuple."""
+    if not isinstance(shard_lengths, Sequence):
+        raise TypeError(f"shard_lengths must be a sequence of integers, got {shard_lengths!r}")
     lengths = tuple(shard_lengths)
     if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in lengths):
         raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+    if sum(lengths) >= 2**62:
+        raise ValueError(f"shard_lengths must have fewer than 2**62 tokens in all, got {sum(lengths)}")
     if not lengths or (size is not None and len(lengths) != size):
         raise ValueError(f"shard_lengths must name the tokens of {size or 'some'} ranks, got {len(lengths)}")
     return lengths
@@ -251,5 +256,7 @@ def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tupl
 
 def even_shards(n: int, size: int) -> tuple[int, ...]:
     """`n` tokens over `size` ranks: as even as possible, the longer shards first."""
+    check_count("n", n)
+    check_positive_int("size", size, bits=24)  # a shard is an entry of a tuple
     each, more = divmod(n, size)
     return tuple(each + (rank < more) for rank in range(size))

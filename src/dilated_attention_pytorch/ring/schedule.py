@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from ..checks import whole_numbers
 from ..core.blocks import check_flags, check_positive_int
 from ..core.host_memory import describe_bytes
 from ..ops import check_bounds
@@ -233,7 +234,7 @@ def plan_ring(
     if shard_lengths is None:
         if n is None or num_ranks is None:
             raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
-        check_positive_int("num_ranks", num_ranks)
+        check_positive_int("num_ranks", num_ranks, bits=24)
         shard_lengths = even_shards(n, num_ranks)
     shard_lengths = check_lengths(shard_lengths)
     if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
@@ -252,7 +253,7 @@ def plan_ring(
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     one_of("strategy", strategy, STRATEGIES[1:])
     check_flags(masked=masked, return_lse=return_lse)
-    docs = None if cu_seqlens is None else tuple(int(bound) for bound in cu_seqlens)
+    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
     if docs is not None:
         check_bounds(docs, sum(shard_lengths))
     spec = DilatedSpec(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.blocks import check_count, check_dense, check_device
 from ..core.tracing import uncompiled
 from .agreement import agree
 from .comm import Group, Ring, check_timeout, digest, find_ring
@@ -19,7 +20,7 @@ from .rounds import check_lengths, even_shards
 @uncompiled
 def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | None = None) -> tuple[int, int]:
     """The positions [start, stop) of this rank in a sequence of n tokens; by default as even as possible."""
-    _check_count("n", n)
+    check_count("n", n)
     ring = find_ring(group)
     rank, size = (0, 1) if ring is None else (ring.rank, ring.size)
     lengths = even_shards(n, size) if shard_lengths is None else check_lengths(shard_lengths, size)
@@ -33,6 +34,7 @@ def shard_sequence(
     x: Tensor, dim: int = 1, group: Group = None, shard_lengths: Sequence[int] | None = None
 ) -> Tensor:
     """This rank's contiguous part of a tensor that all ranks hold: a view along `dim`."""
+    _check_dim(x, dim)
     start, stop = shard_bounds(x.shape[dim], group, shard_lengths)
     return x.narrow(dim, start, stop - start)
 
@@ -49,10 +51,10 @@ def unshard_sequence(
     ring = find_ring(group)
     if ring is None or ring.size == 1:
         check_timeout(timeout)
+        _check_dim(x, dim)
         return x
     with agree(ring, "unshard_sequence", x, timeout) as agreement:
-        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            raise ValueError(f"dim must be a dimension of a tensor, got {dim!r} of {type(x).__name__}")
+        _check_dim(x, dim)
         dim %= x.dim()
         others = [size for i, size in enumerate(x.shape) if i != dim]
         facts = {"dim": dim, "the other dimensions": digest(others), "the dtype": digest(x.dtype)}
@@ -70,9 +72,10 @@ def shard_lengths_of(
     ring = find_ring(group)
     if ring is None or ring.size == 1:
         check_timeout(timeout)
+        check_count("n_local", n_local)
         return (n_local,)
     with agree(ring, "shard_lengths_of", None, timeout) as agreement:
-        _check_count("n_local", n_local)
+        check_count("n_local", n_local)
         table = agreement.on({}, [n_local])
     return tuple(row[0] for row in table)
 
@@ -86,13 +89,17 @@ def shard_positions(
 ) -> Tensor:
     """(n_local,) int64: where this rank's tokens stand in the whole sequence, for position encodings."""
     ring = find_ring(group)
-    start = 0 if ring is None else sum(shard_lengths_of(n_local, group, timeout)[: ring.rank])
-    return torch.arange(start, start + n_local, device=device)
+    lengths = shard_lengths_of(n_local, group, timeout)
+    start = 0 if ring is None else sum(lengths[: ring.rank])
+    return torch.arange(start, start + n_local, device=check_device(device))
 
 
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check_dense("x", x)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of a tensor, got {dim!r} of one with {x.dim()}")
 
 
 class _Join(torch.autograd.Function):

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..spec import parse_json
 from .ranks import Ranks
 from .storage import read_tensors, stored_sizes, write_tensors
 
@@ -137,7 +138,7 @@ class CheckpointFolder:
 def read_checkpoint(path: Path, *, check: bool = True) -> Checkpoint:
     """The checkpoint in a folder; with `check`, every byte of its files is compared with its digest."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         digest = manifest.pop("digest")
         if digest != _digest(manifest):
             raise CheckpointError(f"{path / MANIFEST} is damaged: its digest is another")

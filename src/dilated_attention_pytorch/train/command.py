@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ..flags import int_list, whole_number
+from ..spec import parse_json
 from .config import PRECISIONS, ConfigError, TrainConfig, read_settings
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _add_setting(group: Any, each: Field[Any]) -> None:
     elif hint == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **how)
     elif "Mapping" in hint:
-        group.add_argument(flag, type=json.loads, metavar="JSON", **how)
+        group.add_argument(flag, type=parse_json, metavar="JSON", **how)
     elif each.name in _FLAGS:
         flag, name = _FLAGS[each.name]
         group.add_argument(flag, dest=each.name, type=int_list, metavar=name, **how)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..spec import branches_for
+from ..spec import branches_for, parse_json
 
 PRECISIONS = ("float32", "bfloat16")
 RING_KINDS = ("ring", "block_sparse_ring")
@@ -148,7 +148,7 @@ class TrainConfig:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a JSON file; they may be a part of all."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"a config must be a file that can be read, got {path}: {error.strerror}") from None
     except ValueError as error:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from ..spec import parse_json
 from .config import ConfigError, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -83,7 +84,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path, lines = folder / METRICS_FILE, []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
         except ValueError:
             continue
     return lines

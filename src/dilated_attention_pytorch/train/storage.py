@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..spec import parse_json
+
 INDEX_FILE = "index.json"  # which part of which tensor is where
 
 
@@ -50,7 +52,7 @@ class _Reader(FileSystemReader):
 
 def read_index(folder: Path) -> Metadata:
     """What is where in a folder; names of files outside of it, and types that are none, are errors."""
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    index = parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))
     tensors: dict[str, Any] = {}
     places = {}
     for name, entry in index.items():
