@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from .modules import (
 )
 from .plan import BlockPattern
 from .sparse_spec import SparsePatternConfig
-from .spec import resolve_branches
+from .spec import refuse_unknown, resolve_branches
 
-VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
+VARIANTS: Mapping[str, type[BlockSparseDilatedAttention] | type[BlockSparseMultiheadDilatedAttention]] = {
     "base": BlockSparseDilatedAttention,
     "ring": BlockSparseRingDilatedAttention,
     "hierarchical": BlockSparseDilatedAttention,
@@ -30,6 +30,7 @@ VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
 }
 # What a variant's pattern must be; the other variants take any.
 _PATTERN_TYPES = {"hierarchical": "hierarchical", "adaptive": "adaptive"}
+_OWN_NAMES = ("variant", "sparsity_ratio", "block_size", "pattern_type", "preset")
 PRESETS: Mapping[str, SparsePatternConfig] = {
     "local": SparsePatternConfig("local_window", 0.05),
     "document": SparsePatternConfig("global_local", 0.05),
@@ -110,8 +111,9 @@ def create_block_sparse_attention(
     if variant == "distributed" and "embed_dim" in options:
         make = BlockSparseRingMultiheadDilatedAttention
         reasons.append("multihead: embed_dim is given")
+    refuse_unknown("create_block_sparse_attention", options, make.option_names(), _OWN_NAMES)
     choice = Choice(variant, made, tuple(reasons), make.__name__)
     LOGGER.info("%s", choice)
-    module = make(**made)
+    module: nn.Module = make(**made)
     module.choice = choice  # type: ignore[assignment]
     return module

@@ -21,12 +21,12 @@ from .modules import (
 )
 from .modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 from .modules.skin import AttentionSkin
-from .spec import DilatedSpec, resolve_branches
+from .spec import DilatedSpec, refuse_unknown, resolve_branches
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
 LITTLE_MEMORY = 2 * 2**30
-KINDS: Mapping[str, Callable[..., AttentionSkin]] = {
+KINDS: Mapping[str, type[AttentionSkin]] = {
     "standard": DilatedAttention,
     "improved": ImprovedDilatedAttention,
     "improved_v2": ImprovedDilatedAttentionV2,
@@ -79,7 +79,8 @@ def create_dilated_attention(
     """
     choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
     LOGGER.info("%s", choice)
-    module = KINDS[choice.kind](**choice.options)
+    make: Callable[..., AttentionSkin] = KINDS[choice.kind]
+    module = make(**choice.options)
     module.choice = choice
     return module
 
@@ -104,7 +105,8 @@ def create_multihead_dilated_attention(
     `create_dilated_attention`.
     """
     heads = {"embed_dim": embed_dim, "num_heads": num_heads}
-    choice = _choose(MULTIHEAD_KINDS, kind, segment_lengths, dilation_rates, seq_len, options, heads)
+    branches = (segment_lengths, dilation_rates, seq_len)
+    choice = _choose("create_multihead_dilated_attention", MULTIHEAD_KINDS, kind, *branches, options, heads)
     LOGGER.info("%s", choice)
     module = MULTIHEAD_KINDS[choice.kind](**choice.options)
     module.choice = choice
@@ -120,11 +122,13 @@ def choose_dilated_attention(
     **options: Any,
 ) -> Choice:
     """What `create_dilated_attention` would make of the same arguments, from lengths, device and memory."""
-    return _choose(KINDS, kind, segment_lengths, dilation_rates, seq_len, options, {})
+    branches = (segment_lengths, dilation_rates, seq_len)
+    return _choose("create_dilated_attention", KINDS, kind, *branches, options, {})
 
 
 def _choose(
-    kinds: Mapping[str, Callable[..., Any]],
+    function: str,
+    kinds: Mapping[str, type[AttentionSkin] | type[MultiheadDilatedAttention]],
     kind: str,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
@@ -163,5 +167,6 @@ def _choose(
     chosen = {name: value for name, value, _ in proposals}
     branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
     kind = kind if kind != "auto" else "improved" if is_long else "standard"
+    refuse_unknown(function, options, kinds[kind].option_names(), ("kind", "seq_len"))
     made = {**sizes, **branches, **chosen, **options}
     return Choice(kind, made, tuple(reasons), kinds[kind].__name__)

@@ -265,7 +265,7 @@ def test_half_precision_and_autocast() -> None:
         ({"normalize_output": None}, TypeError, "normalize_output must be a bool, got None"),
         ({"batch_first": False}, TypeError, "batch_first is no option of a stack"),
         ({"segment_lengths": (4,)}, ValueError, "are given together, got segment_lengths alone"),
-        ({"colour": 1}, TypeError, "unexpected keyword argument 'colour'"),
+        ({"colour": 1}, TypeError, "has no 'colour'"),
         ({"gamma_init": 0}, ValueError, "gamma_init must be positive and finite, got 0"),
     ],
 )

@@ -101,6 +101,8 @@ class AttentionBufferManager:
             enable_profiling=enable_profiling,
             retries=retries,
         )
+        if custom_configs is not None and not isinstance(custom_configs, Mapping):
+            raise TypeError(f"custom_configs must be a mapping, got {custom_configs!r}")
         custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
         for buffer_type, config in custom.items():
             if not isinstance(config, BufferConfig):

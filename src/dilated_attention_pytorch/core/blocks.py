@@ -191,8 +191,6 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
             raise TypeError(f"shape must consist of integers, got {shape!r}")
         if size < 0:
             raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
-    if math.prod(sizes) >= 2**56:  # so that bytes can be counted in 64 bits
-        raise ValueError(f"shape must hold fewer than 2**56 elements, got {tuple(sizes)}")
     return sizes
 
 
@@ -203,6 +201,8 @@ def check_alignment(alignment: int | None) -> None:
         raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
     if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"alignment must be a power of two, got {alignment}")
+    if alignment > 2**30:
+        raise ValueError(f"alignment must be at most 2**30, got {alignment}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -237,6 +237,12 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
     if value >= 2**62:
         raise ValueError(f"{name} must be below 2**62, got {value}")
+
+
+def check_pool_size(name: str, value: int | None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    if value is not None and not whole:
+        raise ValueError(f"{name} must be an integer of 0 or more, or None, got {value!r}")
 
 
 def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:

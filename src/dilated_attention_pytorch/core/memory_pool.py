@@ -25,6 +25,7 @@ from .blocks import (
     check_count,
     check_device,
     check_flags,
+    check_pool_size,
     check_shape,
     needed_bytes,
     size_class,
@@ -69,8 +70,8 @@ class MemoryPool:
                 raise ValueError(
                     f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
                 )
-        if pool_size is not None:
-            check_count("pool_size", pool_size)
+            check_count("max_bytes", max_bytes)
+        check_pool_size("pool_size", pool_size)
         check_flags(enable_profiling=enable_profiling)
         self.max_bytes, self.pool_size, self.enable_profiling = max_bytes, pool_size, enable_profiling
         self._lock = threading.RLock()
@@ -126,15 +127,18 @@ class MemoryPool:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         check_flags(zero_init=zero_init)
-        if where.type != "cpu" or (place.pinned and torch.accelerator.is_available()):
-            buffer, reused = self._unpooled(shape, dtype, where, place), False
-        else:
-            needed = needed_bytes(shape, dtype, place.alignment)
-            if self.max_bytes is not None and needed > self.max_bytes:
-                raise ValueError(
-                    f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
-                )
+        is_pooled = where.type == "cpu" and not (place.pinned and torch.accelerator.is_available())
+        needed = needed_bytes(shape, dtype, place.alignment)
+        if is_pooled and self.max_bytes is not None and needed > self.max_bytes:
+            raise ValueError(
+                f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
+            )
+        if needed >= 2**62:
+            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {needed}")
+        if is_pooled:
             buffer, reused = self._pooled(shape, dtype, place)
+        else:
+            buffer, reused = self._unpooled(shape, dtype, where, place), False
         self._evict_surplus()
         return (buffer.zero_() if zero_init else buffer), reused
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, resolve_branches
-from .skin import AttentionSkin, one_dropout
+from .skin import AttentionSkin, named_options, one_dropout
 
 
 class DilatedAttention(AttentionSkin):
@@ -36,6 +36,7 @@ class DilatedAttention(AttentionSkin):
 
     workspace_default = DEFAULT_WORKSPACE_BYTES
 
+    @named_options
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,

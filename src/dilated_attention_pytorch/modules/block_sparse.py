@@ -15,6 +15,7 @@ from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
+from ..core.blocks import check_flags
 from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..ring import ring_block_sparse_attention
@@ -84,6 +85,8 @@ class BlockSparseDilatedAttention(AttentionSkin):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
+        check_flags(is_causal=is_causal)
+        check_inputs(*autocast_inputs(query, key, value), mask, None)  # before values are padded
         prepared = self._prepare(query, key, is_causal, mask)
         return self._attend_prepared(prepared, value, is_causal, mask, self._dropout_now)
 
@@ -117,6 +120,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
 
         For short sequences.
         """
+        check_flags(is_causal=is_causal)
         check_inputs(query, key, key, attention_mask, None)
         # Attention to the rows of an identity matrix shows the weights themselves.
         b, n, _, width = query.shape

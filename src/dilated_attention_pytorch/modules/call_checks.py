@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -97,7 +98,9 @@ def require(fact: Tensor, message: str) -> None:
 
 def check_positive(**values: float) -> None:
     for name, value in values.items():
-        if finite_float(name, value) <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 0 < value <= sys.float_info.max:
             raise ValueError(f"{name} must be positive and finite, got {value}")
 
 

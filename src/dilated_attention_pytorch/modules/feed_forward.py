@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.blocks import check_flags, check_float_dtype, check_positive_int
+from ..core.blocks import check_count, check_device, check_flags, check_float_dtype, check_positive_int
 from ..spec import one_of
 from .call_checks import check_positive, check_probabilities
 
@@ -26,8 +26,7 @@ def magneto_gamma(num_encoder_layers: int, num_decoder_layers: int, *, is_decode
         "num_encoder_layers": num_encoder_layers,
         "num_decoder_layers": num_decoder_layers,
     }.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+        check_count(name, value)
     check_flags(is_decoder=is_decoder)
     own = num_decoder_layers if is_decoder else num_encoder_layers
     if not own:
@@ -64,8 +63,9 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive_int("d_model", d_model)
-        check_positive_int("dim_feedforward", dim_feedforward)
+        check_positive_int("d_model", d_model, bits=28)
+        check_positive_int("dim_feedforward", dim_feedforward, bits=28)
+        check_device(device)
         check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
         check_probabilities(dropout=dropout, activation_dropout=activation_dropout)
         check_flags(layer_norm=layer_norm)
@@ -107,6 +107,7 @@ class DropPath(nn.Module):
     def __init__(self, p: float = 0.0, *, batch_first: bool = True) -> None:
         super().__init__()
         check_probabilities(drop_path=p)
+        check_flags(batch_first=batch_first)
         self.p, self.batch_first = float(p), batch_first
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = self.p > 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.blocks import check_dense, check_device, check_float_dtype
 from ..decode import DilatedKVCache
 from .feed_forward import magneto_gamma
 from .generation import Generation
@@ -57,6 +58,7 @@ class LongNet(PretrainedModel):
                 "dim_feedforward": dim_feedforward,
             }
         )
+        self.config.check_options(type(self))
         config, layers = self.config, (num_encoder_layers, num_decoder_layers)
         options = {**config.stack_options(), "device": device, "dtype": dtype}
         gammas = [config.gamma_init] * 2
@@ -141,6 +143,9 @@ class LongNetLM(PretrainedModel):
         super().__init__()
         sizes = {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
         self.config = config = LongNetLMConfig.split({**settings, **sizes})
+        config.check_options(type(self))
+        check_device(device)
+        check_float_dtype("dtype", dtype)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_tokens = nn.Embedding(vocab_size, d_model, **made)
         self.embed_dropout = nn.Dropout(config.dropout)
@@ -270,6 +275,7 @@ class LongNetLM(PretrainedModel):
         if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
             kind = getattr(tokens, "dtype", type(tokens).__name__)
             raise TypeError(f"tokens must be an int64 tensor, got {kind}")
+        check_dense("tokens", tokens)
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (b, n) with b and n at least 1, got {tuple(tokens.shape)}")
         device = self.embed_tokens.weight.device

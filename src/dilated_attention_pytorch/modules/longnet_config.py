@@ -9,16 +9,18 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from ..core.blocks import check_flags, check_positive_int
-from ..spec import DilatedSpec, finite_float, one_of, parse_json, resolve_branches
+from ..spec import DilatedSpec, finite_float, one_of, parse_json, refuse_unknown, resolve_branches
 from .call_checks import check_positive, check_probabilities
 from .feed_forward import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
 from .positions import ENCODINGS
+from .skin import keyword_names
 from .transformer import CROSS_ATTENTIONS
 
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
 _FLAGS = ("sub_layer_norm", "normalize_output", "checkpoint_activations")
 _NOT_OF_ATTENTION = ("batch_first", "cross_attention", "device", "dtype", "num_layers")
+_DEEPEST = 32  # nesting of plain data
 _Config = TypeVar("_Config", bound="StackConfig")
 
 
@@ -62,7 +64,7 @@ class StackConfig:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
         counts = ("d_model", "nhead", "dim_feedforward", *self.layer_counts)
         for name in (*counts, *(["num_kv_heads"] if self.num_kv_heads is not None else [])):
-            check_positive_int(name, getattr(self, name))
+            check_positive_int(name, getattr(self, name), bits=28)  # weights are counted in 64 bits
         if self.d_model % self.nhead:
             raise ValueError(f"d_model must be a multiple of nhead, got {self.d_model} and {self.nhead}")
         if self.num_kv_heads is not None and self.nhead % self.num_kv_heads:
@@ -104,6 +106,12 @@ class StackConfig:
         """The arguments of `LongNetEncoder` and `LongNetDecoder` but for the number of layers."""
         shared = {each.name: getattr(self, each.name) for each in fields(StackConfig)}
         return {**shared.pop("attention_options"), **shared}
+
+    def check_options(self, model: type) -> None:
+        """Raises for attention options that the attention of the model does not have."""
+        known = MULTIHEAD_KINDS[self.kind].option_names()
+        names = {*(each.name for each in fields(self)), *keyword_names(model)}
+        refuse_unknown(model.__name__, self.attention_options, known, names)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and under "model" what they are the settings of."""
@@ -191,14 +199,16 @@ class LongNetLMConfig(StackConfig):
     __hash__ = StackConfig.__hash__
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
     """A copy of plain data with dicts for mappings and tuples for sequences; anything else is an error."""
+    if depth > _DEEPEST:
+        raise ValueError(f"{name} must not nest more than {_DEEPEST} deep, got data that does")
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{name} must have strings as keys, got {odd}")
-        return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
+        return {key: _plain(f"{name}[{key!r}]", each, depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(name, each) for each in value)
+        return tuple(_plain(name, each, depth + 1) for each in value)
     if isinstance(value, float):
         return finite_float(name, value)
     if value is not None and not isinstance(value, (bool, int, str)):

@@ -11,9 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.blocks import check_flags, check_positive_int
 from ..decode import DilatedKVCache
+from ..spec import one_of, refuse_unknown
 from .call_checks import check_embedded, check_probabilities
 from .feed_forward import magneto_gamma
+from .multihead import MULTIHEAD_KINDS
 from .multihead_call import check_caches, check_in_step
+from .skin import keyword_names
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 
@@ -41,7 +44,11 @@ class LongNetStack(nn.Module):
         **layer_options: Any,
     ) -> None:
         super().__init__()
-        check_positive_int("num_layers", num_layers)
+        check_positive_int("num_layers", num_layers, bits=28)
+        kind = layer_options.get("kind", "standard")
+        one_of("kind", kind, tuple(MULTIHEAD_KINDS))
+        known = keyword_names(type(self)) | self._layer_class.option_names(kind)
+        refuse_unknown(type(self).__name__, layer_options, known)
         check_flags(normalize_output=normalize_output, checkpoint_activations=checkpoint_activations)
         check_flags(sub_layer_norm=sub_layer_norm)
         check_probabilities(drop_path_rate=drop_path_rate)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_flags
+from ..core.blocks import check_dense, check_device, check_flags, check_float_dtype
 from .call_checks import explain_mismatch
 from .checkpoint_files import read_checkpoint
 from .longnet_config import StackConfig
@@ -103,6 +103,9 @@ class LongNetViT(PretrainedModel):
         if isinstance(given, Mapping):  # else the config refuses it
             given = {**torchscale, **given}
         self.config = LongNetViTConfig.split({**own, "attention_options": given, **options})
+        self.config.check_options(type(self))
+        check_device(device)
+        check_float_dtype("dtype", dtype)
         self.patch_embed = nn.Sequential(
             OrderedDict(proj=nn.Linear(in_chans, embed_dim, device=device, dtype=dtype))
         )
@@ -240,6 +243,7 @@ class LongNetViT(PretrainedModel):
         for name, tensor in {"x": x, "coords": coords}.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            check_dense(name, tensor)
         if not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
         in_chans = self.config.in_chans
@@ -262,6 +266,7 @@ class LongNetViT(PretrainedModel):
         if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool:
             got = padding_mask.dtype if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
             raise TypeError(f"padding_mask must be a bool tensor, True where there is no tile, got {got}")
+        check_dense("padding_mask", padding_mask)
         if padding_mask.shape != x.shape[:2]:
             shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")

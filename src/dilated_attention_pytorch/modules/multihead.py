@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..spec import resolve_branches
+from ..spec import refuse_unknown, resolve_branches
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .multihead_skin import MultiheadSkin
@@ -50,8 +51,14 @@ class MultiheadDilatedAttention(MultiheadSkin):
     It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input.
     """
 
-    _attention_class: Callable[..., AttentionSkin] = DilatedAttention
+    _attention_class: type[AttentionSkin] = DilatedAttention
     _fuses_qkv = False
+
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The keywords that the class takes, those of its attention included."""
+        own = inspect.signature(MultiheadDilatedAttention.__init__).parameters
+        return cls._attention_class.option_names() | {*own} - {"self", "attention_options"}
 
     def __init__(
         self,
@@ -75,13 +82,15 @@ class MultiheadDilatedAttention(MultiheadSkin):
         xpos_scale_base: float = DEFAULT_XPOS_SCALE_BASE,
         **attention_options: Any,
     ) -> None:
-        if dropout == 0.0 and "attention_dropout" in attention_options:
+        refuse_unknown(type(self).__name__, attention_options, self.option_names())
+        if "attention_dropout" in attention_options and dropout == 0.0:
             dropout = None  # not given, so that the other name decides
         # Without device and dtype: there they say what inputs must have, which autocast and .to() change.
         segment_lengths, dilation_rates = resolve_branches(
             segment_lengths, dilation_rates, max_length, num_heads
         )
-        attention = self._attention_class(
+        make: Callable[..., AttentionSkin] = self._attention_class
+        attention = make(
             segment_lengths=segment_lengths,
             dilation_rates=dilation_rates,
             dropout=dropout,
@@ -133,7 +142,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes its `sparse_config`."""
 
-    _attention_class: Callable[..., AttentionSkin] = BlockSparseDilatedAttention
+    _attention_class: type[AttentionSkin] = BlockSparseDilatedAttention
     _fuses_qkv = True
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
-from ..core.blocks import check_flags, check_float_dtype, check_positive_int
+from ..core.blocks import check_device, check_flags, check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
@@ -71,7 +71,7 @@ class MultiheadSkin(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items():
-            check_positive_int(name, size)
+            check_positive_int(name, size, bits=28)  # so that weights can be counted in 64 bits
         check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
@@ -82,6 +82,7 @@ class MultiheadSkin(nn.Module):
             raise TypeError(f"attention must be an nn.Module, got {attention!r}")
         if positions is not None and not isinstance(positions, nn.Module):
             raise TypeError(f"positions must be an nn.Module or None, got {positions!r}")
+        check_device(device)
         check_float_dtype("dtype", dtype)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads

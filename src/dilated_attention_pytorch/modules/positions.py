@@ -29,6 +29,7 @@ def make_position_encoding(
     """The encoding of a kind, None, "rotary" or "xpos"; an option that the kind does not read is refused."""
     if kind is not None:
         one_of("position_encoding", kind, ENCODINGS)
+    check_positive(rotary_base=rotary_base, xpos_scale_base=xpos_scale_base)
     if kind is None and rotary_base != DEFAULT_ROTARY_BASE:
         raise ValueError(f"rotary_base is for a position encoding, got {rotary_base} and none")
     if kind != "xpos" and xpos_scale_base != DEFAULT_XPOS_SCALE_BASE:

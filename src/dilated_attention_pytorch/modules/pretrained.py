@@ -84,10 +84,20 @@ class PretrainedModel(nn.Module):
                     f"a model's folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got no {path / name}"
                 )
         config = cls.config_class.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        model = cls(**{**cls._arguments(config), **options}, device="meta")
         state = read_tensors(path / WEIGHTS_FILE, device=device)
+        arguments = {**cls._arguments(config), **options}
+        _check_depth(arguments, len(state), source=str(path / WEIGHTS_FILE))
+        model = cls(**arguments, device="meta")
         assign_tensors(model, state, dtype=dtype, source=str(path / WEIGHTS_FILE))
         return model.eval()
+
+
+def _check_depth(arguments: Mapping[str, Any], num_tensors: int, *, source: str) -> None:
+    """Raises for many more layers than the file can hold, before they are built; few are named one by one."""
+    for name in ("num_layers", "num_encoder_layers", "num_decoder_layers", "depth"):
+        layers = arguments.get(name)
+        if isinstance(layers, int) and layers > max(100, num_tensors):
+            raise ValueError(f"{source} must hold {layers} layers ({name}), got {num_tensors} tensors in all")
 
 
 def assign_tensors(

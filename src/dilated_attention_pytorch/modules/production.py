@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention_op import without_autocast
 from ..core import AttentionBufferManager, MemoryPool
 from ..core.attention_buffer_manager import Settings, shared_buffer_manager
-from ..core.blocks import check_flags
+from ..core.blocks import check_flags, check_pool_size
 from ..core.host_memory import describe_bytes, device_memory
 from ..core.tracing import uncompiled
 from ..ring.schedule import STRATEGIES
@@ -76,9 +76,7 @@ class RingAttentionConfig:
         object.__setattr__(self, "dilation_rates", spec.dilation_rates)
         RingOptions(self.ring_size, None, self.timeout)  # checks them
         one_of("strategy", self.strategy, STRATEGIES)
-        size = self.memory_pool_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise ValueError(f"memory_pool_size must be an integer of 0 or more, or None, got {size!r}")
+        check_pool_size("memory_pool_size", self.memory_pool_size)
         names = ("use_gradient_checkpointing", "enable_error_recovery", "log_memory_usage")
         check_flags(**{name: getattr(self, name) for name in names})
         if not isinstance(self.mixed_precision, bool) and self.mixed_precision not in _LOW_PRECISION:
@@ -110,7 +108,9 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             raise TypeError(f"config must be a RingAttentionConfig or None, got {config!r}")
         elif given:
             raise ValueError(f"config is the whole configuration, got {', '.join(given)} beside it")
-        if not options.pop("enable_memory_pool", True):
+        pooled = options.pop("enable_memory_pool", True)
+        check_flags(enable_memory_pool=pooled, lightweight_pool=options.get("lightweight_pool", False))
+        if not pooled:
             raise ValueError(
                 "the memory of this module is pooled (memory_pool_size=0 keeps nothing), got "
                 "enable_memory_pool=False"
@@ -136,6 +136,11 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
     config: RingAttentionConfig
     _manager: AttentionBufferManager
+
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The keywords that the class takes, the fields of its configuration included."""
+        return super().option_names() | {each.name for each in fields(RingAttentionConfig)}
 
     @property
     def memory_pool(self) -> MemoryPool:

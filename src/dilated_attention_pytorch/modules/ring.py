@@ -210,6 +210,7 @@ class RingDilatedAttentionV2(RingSkin, DilatedAttention):
         spec = self.spec
         candidates: Any = ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,)
         processes = self.ring.num_processes if num_processes is None else num_processes
+        check_positive_int("num_processes", processes)
         schedules = [
             plan_ring(
                 spec.segment_lengths,

@@ -38,6 +38,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_flags(do_sample=self.do_sample)
+        finite_float("temperature", self.temperature)
         given = [name for name in ("top_k", "top_p", "seed") if getattr(self, name) is not None]
         given += [] if self.temperature == 1.0 else ["temperature"]
         if given and not self.do_sample:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +15,16 @@ from ..checks import check_execution
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
 from ..core.blocks import check_device, check_flags, check_float_dtype
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, refuse_unknown
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def one_dropout(attention_dropout: float, dropout: float | None) -> float:
     """`dropout` and `attention_dropout` are two names of one option."""
+    for value in (attention_dropout, dropout):
+        if value is not None and not isinstance(value, (int, float)):
+            return value  # for the spec to reject
     if dropout is not None and attention_dropout not in (0.0, dropout):
         raise ValueError(
             "dropout and attention_dropout are one option, got the two values "
@@ -33,12 +41,39 @@ def describe_isolated(n: int, longest: int) -> str:
     )
 
 
+def keyword_names(made: type) -> frozenset[str]:
+    """The keywords of a class, with those of the bases to which its constructors hand on what is left."""
+    names: set[str] = set()
+    for each in made.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+        names |= {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
+            break
+    return frozenset(names - {"self", "spec"})
+
+
+def named_options(init: _Init) -> _Init:
+    """Refuses keywords that no constructor of a module has in the name of the class that is made."""
+    known = tuple(inspect.signature(init).parameters)
+
+    @wraps(init)
+    def call(self: AttentionSkin, *args: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name not in known]:
+            refuse_unknown(type(self).__name__, unknown, self.option_names())
+        init(self, *args, **given)
+
+    return call  # type: ignore[return-value]
+
+
 class AttentionSkin(nn.Module):
     """Keeps the options of an attention call; a subclass gives `_attend`. No maths, no parameters."""
 
     choice: Any = None  # of a factory: what it chose and why
     workspace_default: int | None = None
 
+    @named_options
     def __init__(
         self,
         spec: DilatedSpec,
@@ -95,6 +130,11 @@ class AttentionSkin(nn.Module):
         if isinstance(query, Tensor) and query.dim() == 4:
             self.warn_isolated(query.shape[1])
         return self._attend(query, key, value, is_causal, attention_mask)
+
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The keywords that the class takes."""
+        return keyword_names(cls)
 
     @property
     def longest_segment(self) -> int | None:

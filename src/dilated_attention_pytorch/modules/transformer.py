@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..core.blocks import check_flags
 from ..decode import DilatedKVCache
-from ..spec import one_of
+from ..spec import one_of, refuse_unknown
 from .call_checks import check_embedded, explain_mismatch
 from .dense import DenseAttention, check_lengths
 from .feed_forward import DropPath, FeedForward, magneto_gamma
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadSkin
+from .skin import keyword_names
 
 CROSS_ATTENTIONS = ("dense", "dilated")
 
@@ -77,6 +78,7 @@ class DilatedTransformerEncoderLayer(nn.Module):
         super().__init__()
         check_flags(sub_layer_norm=sub_layer_norm, batch_first=batch_first)
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
+        refuse_unknown(type(self).__name__, attention_options, self.option_names(kind))
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
         self.self_attn: MultiheadDilatedAttention = MULTIHEAD_KINDS[kind](
@@ -105,6 +107,11 @@ class DilatedTransformerEncoderLayer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path, batch_first=batch_first)
+
+    @classmethod
+    def option_names(cls, kind: str = "standard") -> frozenset[str]:
+        """The keywords that the class takes, those of its attention included."""
+        return keyword_names(cls) | MULTIHEAD_KINDS[kind].option_names()
 
     def reset_parameters(self) -> None:
         """Initialises all parts, as after `.to_empty()`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_positive_int
+from ..core.blocks import check_device, check_positive_int
 from ..spec import parse_json
 from .pictures import FUTURE, INK, WHITE, Map, Meaning, scale_of, shade, write_picture
 
@@ -130,8 +130,11 @@ def to_block_mask(
     from torch.nn.attention.flex_attention import BlockMask
 
     n, size, rows = pattern.n, pattern.block_size, pattern.rows
+    device = check_device(device) or torch.device("cpu")
+    if num_heads is not None:
+        check_positive_int("num_heads", num_heads)
     heads = len(pattern) if num_heads is None or len(pattern) == 1 else num_heads
-    if heads < 1 or len(pattern) % heads:
+    if len(pattern) % heads:
         raise ValueError(f"{len(pattern)} layouts are not one for each of {heads} heads")
     layout = pattern.to_layout().view(-1, heads, rows, rows).to(device)
     # Full blocks skip the mask function: all but the diagonal, the ends and, with padding, none.

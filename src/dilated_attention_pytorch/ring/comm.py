@@ -191,7 +191,7 @@ def check_timeout(timeout: float | timedelta | None) -> timedelta | None:
     elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be seconds, a timedelta or None, got {timeout!r}")
     else:
-        seconds = float(timeout)
+        seconds = timeout
     if not 0 < seconds < 2**31:  # torch counts nanoseconds in 64 bits
         raise ValueError(f"timeout must be positive and below 2**31 seconds, got {timeout!r}")
     return None if timeout is None else timedelta(seconds=seconds)
