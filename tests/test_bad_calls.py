@@ -70,7 +70,10 @@ def test_other_keywords_of_functions() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: package.LongNetLM(7, segment_length=[4]), "LongNetLM has no 'segment_length'. Did you mean"),
+        (
+            lambda: package.LongNetLM(7, segment_length=[4]),
+            "LongNetLM has no 'segment_length'. Did you mean segment_lengths?",
+        ),
         (lambda: package.LongNet(dilation_rate=[4]), "LongNet has no 'dilation_rate'. Did you mean"),
         (lambda: package.LongNetViT(embed_dims=8), "LongNetViT has no 'embed_dims'. Did you mean embed_dim?"),
         (

@@ -214,9 +214,9 @@ def close_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
     return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=most)]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     """A hint at the closest of the known names; empty if none is close."""
-    close = close_names(name, known, most=3)
+    close = close_names(name, known, most)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -227,7 +227,7 @@ def refuse_unknown(
     known = set(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}))}")
+            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:

@@ -37,7 +37,8 @@ NAMES: dict[Callable[[Any], bad.Bad], str] = {
     ),
     bad.count: "n_local global_tokens memory_pool_size pool_size seed pad_token",
     bad.flag: (
-        "is_causal detach_mixing return_lse use_pattern_cache enable_memory_pool lightweight_pool "
+        "is_causal allow_isolated_segments detach_mixing return_lse use_pattern_cache enable_memory_pool "
+        "lightweight_pool "
         "enable_profiling enable_buffer_manager enable_buffer_reuse enable_preallocation enable_reuse "
         "lightweight retries bias layer_norm batch_first fused_qkv sub_layer_norm normalize_output "
         "checkpoint_activations tie_embeddings global_pool need_weights do_sample masked auto_tune "
@@ -165,7 +166,9 @@ INPUTS = {"query": X, "key": X, "value": X}
 RUN = "kernel workspace_bytes use_pattern_cache"
 SPEC = "scale head_mixing head_offsets"
 POOLING = "enable_memory_pool enable_profiling lightweight_pool use_pattern_cache"
-SKIN = f"softmax_scale attention_dropout {POOLING} kernel workspace_bytes device dtype"
+SKIN = (
+    f"softmax_scale attention_dropout {POOLING} allow_isolated_segments kernel workspace_bytes device dtype"
+)
 MULTI = (
     "bias layer_norm layer_norm_eps gamma_init batch_first num_kv_heads position_encoding "
     "rotary_base device dtype"
@@ -177,7 +180,9 @@ LAYER = (
 STACK = (
     "dropout drop_path_rate layer_norm_eps sub_layer_norm normalize_output gamma_init checkpoint_activations"
 )
-SETTINGS = f"{STACK} attention_dropout activation_dropout activation num_kv_heads kind position_encoding"
+SETTINGS = (
+    f"max_length {STACK} attention_dropout activation_dropout activation num_kv_heads kind position_encoding"
+)
 CHOICES = "do_sample temperature top_k top_p seed stop_tokens prefill_chunk lengths"
 RINGS = "group timeout ring_size strategy"
 
