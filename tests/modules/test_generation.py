@@ -285,7 +285,7 @@ def test_several_threads_generate_while_one_trains() -> None:
     assert len(set(training.result())) == len(training.result())  # its dropout was never off
 
 
-def test_generation_reads_the_weights_and_runs_the_hooks_of_the_model() -> None:
+def test_generation_reads_the_weights_of_the_model() -> None:
     model, prompt = make(), torch.randint(VOCAB, (1, 9))
     stream = model.stream(prompt, 2)
     next(stream)

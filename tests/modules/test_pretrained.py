@@ -330,7 +330,15 @@ def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 1
     with pytest.raises(FileNotFoundError, match=r"'no/where' must be a folder, or .* from the Hub: 404"):
         LongNetLM.from_pretrained("no/where")
-    for name in ("nowhere", "../no/where", "./where", "a/b/c", tmp_path / "no", Path("no/where")):
+    for name in (
+        "nowhere",
+        "../no/where",
+        "./where",
+        "a/b/c",
+        tmp_path / "no",
+        Path("no/where"),
+        "no/where.pth",
+    ):
         with pytest.raises(FileNotFoundError, match=r"a model's folder must hold config\.json and"):
             LongNetLM.from_pretrained(name)
     assert len(calls) == 2

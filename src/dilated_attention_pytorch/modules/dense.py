@@ -73,9 +73,8 @@ class DenseAttention(nn.Module):
         )
         if mask is None and query.device.type == "cpu":
             # The CPU's op takes a row of NaN scores for one without keys and gives zeros.
-            out = out + torch.where(_has_nan(query, key, is_causal), math.nan, 0.0).to(out.dtype).unsqueeze(
-                -1
-            )
+            is_nan = _has_nan(query, key, is_causal).unsqueeze(-1)
+            out = out + torch.where(is_nan, math.nan, 0.0).to(out.dtype)
         return (out if empty is None else out.masked_fill(empty, 0.0)).transpose(1, 2)
 
     def attention_weights(

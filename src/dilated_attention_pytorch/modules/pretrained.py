@@ -19,7 +19,7 @@ from .multihead_skin import MultiheadSkin
 from .state_fit import check_fit
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.pth)(?<!\.safetensors)")  # owner/name, not a file of ours
 _Model = TypeVar("_Model", bound="PretrainedModel")
 
 
