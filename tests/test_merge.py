@@ -31,7 +31,7 @@ def test_order_and_split_do_not_matter(order: list[int], sizes: list[int], sprea
     parts = list(zip(scores.split(sizes, -1), v.split(sizes), strict=True))
     out, lse = torch.zeros(7, 3, dtype=torch.float64), torch.full((7,), -math.inf, dtype=torch.float64)
     for i in order:
-        merge_(out, lse, *partial(*parts[i]), maybe_empty=False)
+        merge_(out, lse, *partial(*parts[i]))
     expected, expected_lse = partial(scores, v)
     assert_close(out, expected, torch.float64)
     assert_close(lse, expected_lse, torch.float64)
@@ -39,14 +39,14 @@ def test_order_and_split_do_not_matter(order: list[int], sizes: list[int], sprea
 
 def test_empty_rows_stay_empty_and_add_nothing() -> None:
     out, lse = torch.zeros(2, 3), torch.tensor([-math.inf, 1.0])
-    merge_(out, lse, torch.zeros(2, 3), torch.full((2,), -math.inf), maybe_empty=True)
+    merge_(out, lse, torch.zeros(2, 3), torch.full((2,), -math.inf))
     assert torch.equal(out, torch.zeros(2, 3))
     assert torch.equal(lse, torch.tensor([-math.inf, 1.0]))
 
 
 def test_nan_reaches_the_merged_row_only() -> None:
     out, lse = torch.zeros(2, 3), torch.zeros(2)
-    merge_(out, lse, torch.ones(2, 3), torch.tensor([math.nan, 0.0]), maybe_empty=True)
+    merge_(out, lse, torch.ones(2, 3), torch.tensor([math.nan, 0.0]))
     assert out[0].isnan().all()
     assert torch.equal(out[1], torch.full((3,), 0.5))
 

@@ -44,7 +44,11 @@ FLOORS = [
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
-EXTRAS = {"demo": {"rich"}, "modules": {"safetensors"}, "integrations": {"transformers"}}
+EXTRAS = {
+    "demo": {"rich"},
+    "modules": {"safetensors", "huggingface_hub"},
+    "integrations": {"transformers"},
+}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 

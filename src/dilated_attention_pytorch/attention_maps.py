@@ -60,7 +60,7 @@ def attention_rows(
     with without_autocast(q.device):
         scores = torch.einsum("bikgd,bjkd->bkgij", query, k.to(dtype)).flatten(1, 2)
     scores = scores * spec.scale_for(d)
-    visible = counts > 0
+    visible = (counts > 0) & (scores != -math.inf)  # a score may overflow
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :]
     scores = torch.where(visible, scores + counts.clamp_min(1).to(dtype).log(), -math.inf)

@@ -128,7 +128,7 @@ class _Rows:
         parts, lse_parts = self._unpack(packed), self._unpack(packed_lse)
         for (at, view), (_, lse_view) in zip(self._views(out), self._views(lse), strict=True):
             here = slice(at, at + view.shape[1])
-            merge_(view, lse_view, parts[:, here], lse_parts[:, here], maybe_empty=True)
+            merge_(view, lse_view, parts[:, here], lse_parts[:, here])
 
     def _unpack(self, packed: Tensor) -> Tensor:
         panel = self.panel
@@ -233,7 +233,7 @@ def _attend(panel: Panel, queries: _Rows, inputs: Inputs, keys: _Keys) -> tuple[
         if out is None or lse is None:
             out, lse = part.to(inputs.accumulate_dtype) if len(panel.tiles) > 1 else part, part_lse
         else:
-            merge_(out, lse, part, part_lse, maybe_empty=inputs.key_mask is not None)
+            merge_(out, lse, part, part_lse)
     if out is None or lse is None:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=inputs.accumulate_dtype)
     return out, lse

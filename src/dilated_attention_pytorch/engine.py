@@ -222,7 +222,7 @@ def _attend(
             out_rows.copy_(part)
             lse_rows.copy_(lse_part)
         else:
-            merge_(out_rows, lse_rows, part, lse_part, maybe_empty=inputs.key_mask is not None)
+            merge_(out_rows, lse_rows, part, lse_part)
         del part, lse_part  # or the next tile's results would need fresh memory beside these
 
 

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 
-def merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor, *, maybe_empty: bool) -> None:
+def merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
     """Merges a partial into `out` (..., d) and `lse` (...), both in accumulation precision.
 
     Equals `out = (exp(lse) out + exp(lse_part) out_part) / (exp(lse) + exp(lse_part))` without overflow.
-    With `maybe_empty`, a row may be empty (lse -inf) on both sides and then stays as it is.
+    A row may be empty (lse -inf) on both sides, without keys or as its scores overflow, and then stays empty.
     """
-    weight = torch.sigmoid(lse_part - lse)
-    if maybe_empty:
-        weight.masked_fill_(lse_part == -math.inf, 0.0)
+    weight = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -math.inf, 0.0)
     out.lerp_(out_part.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, lse_part, out=lse)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention_pytorch import (
     BlockPattern,
@@ -267,6 +269,52 @@ def test_first_call_in_inference_mode_or_in_error_spoils_nothing() -> None:
         lazy(q, k, v)
     lazy(q, k, v).sum().backward()
     assert lazy.query_scorer.grad is not None
+
+
+def test_first_call_from_several_threads() -> None:
+    q, k, v = tensors()
+    for _ in range(5):
+        lazy = BlockSparseAdaptiveDilatedAttention(
+            sparse_config=SparsePatternConfig("adaptive", 0.4, 16)
+        ).eval()
+        start = threading.Barrier(6)
+
+        def call(number: int, lazy: Any = lazy, start: Any = start) -> Tensor:
+            start.wait()
+            if number % 2:
+                lazy.features(q, k)
+            return lazy(q, k, v)
+
+        with ThreadPoolExecutor(6) as pool:
+            outs = list(pool.map(call, range(6)))
+        for out in outs:
+            assert torch.equal(out, lazy(q, k, v))
+        assert lazy.query_scorer.data_ptr() != lazy.key_scorer.data_ptr()
+
+
+def test_the_first_call_makes_weights_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread makes them, another waits, or else sees none."""
+    q, k, v = tensors()
+    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=SparsePatternConfig("adaptive", 0.4, 16)).eval()
+    is_making, second = threading.Event(), []
+    orthogonal = nn.init.orthogonal_
+
+    def slow(weights: Tensor, gain: float) -> Tensor:
+        is_making.set()
+        second[0].join(0.1)  # time for the other thread to go on, were it let
+        return orthogonal(weights, gain)
+
+    def call() -> None:
+        is_making.wait()
+        outs.append(lazy(q, k, v))
+
+    outs: list[Tensor] = []
+    second.append(threading.Thread(target=call))
+    monkeypatch.setattr(nn.init, "orthogonal_", slow)
+    second[0].start()
+    first = lazy(q, k, v)
+    second[0].join()
+    assert torch.equal(first, outs[0])
 
 
 def test_made_in_half_precision_on_meta_or_as_declared() -> None:

@@ -57,6 +57,45 @@ def test_equals_the_plain_formula(
         assert not out[0].any()
 
 
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 1e-30, -3.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_scale_under_a_causal_mask(scale: float, masked: bool) -> None:
+    """The CPU's op multiplies its causal mask, -inf, by the scale."""
+    q, k, v = (torch.randn(B, N, h, D, dtype=DOUBLE, requires_grad=True) for h in (H, 2, 2))
+    mask = torch.arange(N) < torch.tensor([[N], [4], [1]]) if masked else None
+    module = DenseAttention(scale)
+    out = module(q, k, v, is_causal=True, attention_mask=mask)
+    expected, weights = plain(q, k, v, scale, True, mask)
+    assert_close(out, expected, DOUBLE)
+    assert_same_gradients(out, expected, [q, k, v], DOUBLE)
+    assert_close(module.attention_weights(q, k, True, mask), weights, DOUBLE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])  # another op of torch
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scores_that_overflow(is_causal: bool, dropout: float, masked: bool) -> None:
+    """A row whose scores are all -inf gives zeros, one that is NaN gives NaN, for few keys and for many."""
+    mask = torch.arange(N) < torch.tensor([[N], [4], [2]]) if masked else None
+    q, k, v = (torch.randn(B, N, H, D) for _ in range(3))
+    q[..., 0] = 0.0
+    q[:, 2, :, 0], k[..., 0] = 1e30, -1e30
+    q.requires_grad_()
+    module = DenseAttention(dropout=dropout)
+    out, weights = module(q, k, v, is_causal, mask), module.attention_weights(q, k, is_causal, mask)
+    for each in (out, weights, *torch.autograd.grad(out.sum() + weights.square().sum(), q)):
+        assert each.isfinite().all()
+        assert not each[:, 2].any()
+    assert out[:, 3].any()
+    with torch.no_grad():
+        k[..., 0] = 0.0
+        q[:, 2, :, 0], k[0, 0] = math.nan, math.nan
+    out = module(q, k, v, is_causal, mask)
+    assert out[0].isnan().all()
+    assert out[1:].isnan().flatten(2).all(-1).tolist() == [[i == 2 for i in range(N)]] * 2
+    assert not out[1:, 3].isnan().any()
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_cross_attention_equals_torch(batch_first: bool) -> None:
     theirs = nn.MultiheadAttention(H * D, H, batch_first=batch_first, dtype=DOUBLE)

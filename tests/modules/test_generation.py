@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -245,6 +248,70 @@ def test_modes_are_as_before_and_dropout_is_off() -> None:
     assert prompt[0].tolist() + tokens == by_full_forwards(model.eval(), prompt[0].tolist(), 10)
 
 
+def test_other_threads_do_not_see_another_mode() -> None:
+    model = make(dropout=0.5, attention_dropout=0.5, drop_path_rate=0.5, dtype=torch.float64).train()
+    prompt = torch.randint(VOCAB, (1, 9))
+    expected = by_full_forwards(copy.deepcopy(model).eval(), prompt[0].tolist(), 10)
+    seen: set[bool] = set()
+
+    def watch(module: nn.Module, *_: Any) -> None:
+        assert not module.training
+        seen.update(each.training for each in model.modules())
+
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(watch)
+    assert model.generate(prompt, 10)[0].tolist() == expected
+    assert seen == {True}
+
+
+def test_several_threads_generate_while_one_trains() -> None:
+    model = make(dropout=0.9, dtype=torch.float64).train()
+    prompts = torch.randint(VOCAB, (4, 1, 9))
+    expected = [by_full_forwards(copy.deepcopy(model).eval(), each[0].tolist(), 12) for each in prompts]
+    is_done = threading.Event()
+
+    def losses() -> list[float]:
+        found = []
+        while not is_done.is_set() or len(found) < 2:
+            found.append(model(prompts[:, 0]).square().mean().item())
+        return found
+
+    with ThreadPoolExecutor(5) as pool:
+        training = pool.submit(losses)
+        tokens = [pool.submit(model.generate, each, 12) for each in prompts for _ in range(3)]
+        got = [each.result()[0].tolist() for each in tokens]
+        is_done.set()
+    assert got == [each for each in expected for _ in range(3)]
+    assert len(set(training.result())) == len(training.result())  # its dropout was never off
+
+
+def test_generation_reads_the_weights_of_the_model() -> None:
+    model, prompt = make(), torch.randint(VOCAB, (1, 9))
+    stream = model.stream(prompt, 2)
+    next(stream)
+    with torch.no_grad():
+        model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="must be finite, got nan"):
+        next(stream)
+
+
+def test_a_compiled_layer_generates_in_evaluation_mode() -> None:
+    model, prompt = make(dropout=0.9, dtype=torch.float64).train(), torch.randint(VOCAB, (1, 9))
+    expected = by_full_forwards(copy.deepcopy(model).eval(), prompt[0].tolist(), 5)
+    for layer in model.decoder.layers:
+        layer.compile(backend="eager")
+    assert model.generate(prompt, 5)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [list, set, dict.fromkeys, iter, range])
+def test_stop_tokens_may_be_any_iterable(kind: Any) -> None:
+    model, prompt = make(), torch.randint(VOCAB, (1, 9))
+    stop = int(model.generate(prompt, 5)[0, 12])
+    out = model.generate(prompt, 5, stop_tokens=range(stop, stop + 1) if kind is range else kind([stop]))
+    assert out[0, -1] == stop
+    assert out.shape[1] <= 13
+
+
 def test_modes_are_restored_after_an_error() -> None:
     model = make().train()
     model.decoder.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stopped")))
@@ -286,6 +353,9 @@ def test_weights_that_are_no_numbers_are_noticed() -> None:
         ({"lengths": 3}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"lengths": torch.tensor(3)}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"stop_tokens": 5}, TypeError, "stop_tokens must be a collection of integers, got 5"),
+        ({"stop_tokens": None}, TypeError, "stop_tokens must be a collection of integers, got None"),
+        ({"stop_tokens": "5"}, TypeError, "stop_tokens must be a collection of integers, got '5'"),
+        ({"stop_tokens": iter([13])}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[13\]"),
         ({"stop_tokens": ["a"]}, TypeError, r"stop_tokens must be a collection of integers, got \['a'\]"),
         ({"stop_tokens": [3, 13, -1]}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[-1, 13\]"),
         ({"do_sample": True, "top_k": 14}, ValueError, "top_k must be at most vocab_size, got 14 and 13"),

@@ -609,6 +609,57 @@ def test_weights_of_one_kind_load_into_another(
     torch.testing.assert_close(source["layer"](x)[0], target["layer"](x)[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_load_state_dict_takes_torchs_names(
+    cls: type[MultiheadDilatedAttention], separate: bool, bias: bool
+) -> None:
+    theirs = nn.MultiheadAttention(E, H, bias=bias, batch_first=True, dtype=torch.float64)
+    randomise(theirs)
+    state = theirs.state_dict()
+    if separate:  # as with kdim or vdim
+        weights = zip("qkv", state.pop("in_proj_weight").chunk(3), strict=True)
+        state.update({f"{x}_proj_weight": weight for x, weight in weights})
+    names = list(state)
+    ours, model = (make(cls, layer_norm=False, bias=bias) for _ in range(2))
+    ours.load_state_dict(state)
+    nn.ModuleDict({"layer": model}).load_state_dict({f"layer.{name}": x for name, x in state.items()})
+    assert list(state) == names  # the caller's dict is as it was
+    expected = make(cls, layer_norm=False, bias=bias)
+    expected.load_multihead_state_dict(theirs.state_dict())
+    for module in (ours, model):
+        assert all(torch.equal(x, expected.state_dict()[name]) for name, x in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        (
+            {"layer_norm": True},
+            {},
+            r"Missing key\(s\) in state_dict: .inner_attn_ln\.weight., .",
+        ),
+        ({}, {"bias_k": torch.ones(1)}, r"Unexpected key\(s\) in state_dict: .bias_k."),
+        ({}, {"in_proj_weight": torch.ones(E, E)}, "Unexpected key.*in_proj_weight"),
+        ({}, {"in_proj_weight": torch.ones(())}, "Unexpected key.*in_proj_weight"),
+        ({}, {"q_proj_weight": torch.ones(E, E)}, r"Unexpected key.*_proj\.weight"),
+        ({}, {"out_proj.bias": None}, r"Missing key.*out_proj\.bias"),
+        ({}, {"in_proj_bias": None}, r"Missing key.*_proj\.bias"),
+        ({"bias": False}, {}, "Unexpected key.*in_proj_bias"),
+        ({"num_kv_heads": 1}, {}, "Unexpected key.*in_proj_weight"),
+    ],
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_torchs_names_are_as_strict(
+    cls: type[MultiheadDilatedAttention], options: Any, change: dict[str, Tensor | None], message: str
+) -> None:
+    state = {**nn.MultiheadAttention(E, H, dtype=torch.float64).state_dict(), **change}
+    module = make(cls, **{"layer_norm": False, **options})
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict({name: x for name, x in state.items() if x is not None})
+
+
 @pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
 def test_weights_of_another_kind_must_fit(
     one: type[MultiheadDilatedAttention], other: type[MultiheadDilatedAttention]

@@ -6,9 +6,12 @@ import copy
 import dataclasses
 import json
 import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from hypothesis import given
@@ -16,9 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dilated_attention_pytorch import SparsePatternConfig
 from dilated_attention_pytorch.modules import pretrained
 from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig, StackConfig
+from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder, LongNetStack
+from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
 from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
 from support.configurations import segment_and_rate
 from support.tolerances import assert_close
@@ -239,6 +245,134 @@ def test_an_encoder_decoder_survives(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     src, tgt = torch.randn(2, 3, 17, 24)
     assert_close(LongNet.from_pretrained(tmp_path)(src, tgt), model.eval()(src, tgt), torch.float32)
+
+
+STACKS: list[tuple[type[LongNetStack], dict[str, Any]]] = [
+    (LongNetEncoder, {}),
+    (LongNetEncoder, {"max_length": 16, "segment_lengths": None, "dilation_rates": None}),
+    (LongNetEncoder, {"sub_layer_norm": False, "normalize_output": False, "position_encoding": "rotary"}),
+    (LongNetDecoder, {"cross_attention": "dilated", "num_kv_heads": 2}),
+    (LongNetDecoder, {"cross_attention": None, "head_offsets": "blocked", "gamma_init": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), STACKS)
+def test_stacks_survive(cls: type[LongNetStack], options: dict[str, Any], tmp_path: Path) -> None:
+    stack = cls(**{**SMALL, "num_layers": 2, **options}, dropout=0.1)
+    stack.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    assert not loaded.training
+    assert loaded.config == stack.config
+    assert repr(loaded) == repr(stack)
+    assert repr(cls.from_config(stack.config)) == repr(stack)
+    assert copy.deepcopy(loaded).config == stack.config
+    x = torch.randn(2, 13, 24)
+    memory = {} if options.get("cross_attention") is None else {"memory": torch.randn(2, 13, 24)}
+    assert torch.equal(loaded(x, **memory), stack.eval()(x, **memory))
+    other = LongNetDecoder if cls is LongNetEncoder else LongNetEncoder
+    with pytest.raises(ValueError, match=f'must have "model": "{other.__name__}", got \'{cls.__name__}\''):
+        other.from_pretrained(tmp_path)
+
+
+def test_a_stack_whose_settings_no_file_can_hold_is_used_but_not_saved(tmp_path: Path) -> None:
+    pattern = SparsePatternConfig("local_window", 0.5, 4)
+    stack = LongNetEncoder(**SMALL, num_layers=1, kind="block_sparse", sparse_config=pattern)
+    assert stack(torch.randn(1, 9, 24)).shape == (1, 9, 24)
+    with pytest.raises(TypeError, match=r"must be plain data: .*sparse_config.* got SparsePatternConfig"):
+        stack.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("one", "other"), [("standard", "improved"), ("improved", "standard")])
+@pytest.mark.parametrize("num_kv_heads", [None, 2])
+def test_files_of_one_kind_load_into_another(
+    one: str, other: str, num_kv_heads: int | None, tmp_path: Path
+) -> None:
+    model = make_lm(kind=one, num_kv_heads=num_kv_heads, dtype=torch.float64)
+    model.save_pretrained(tmp_path / "one")
+    loaded = LongNetLM.from_pretrained(tmp_path / "one", kind=other)
+    assert loaded.config.kind == other
+    tokens = torch.randint(11, (2, 9))
+    torch.testing.assert_close(loaded(tokens), model.eval()(tokens), rtol=0, atol=1e-12)
+    loaded.save_pretrained(tmp_path / "other")
+    again = LongNetLM.from_pretrained(tmp_path / "other", kind=one)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def hub(folder: Path, calls: list[Any]) -> Callable[..., str]:
+    """A stand-in of `snapshot_download`, whose repositories are folders."""
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repository, revision, allow_patterns))
+        if not (folder / repository).is_dir():
+            raise OSError("404: no such repository")
+        return str(folder / repository)
+
+    return download
+
+
+def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub(tmp_path / "hub", calls))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    far, near = make_lm(), make_lm()
+    far.save_pretrained(tmp_path / "hub" / "some-one" / "model_1.0")
+    loaded = LongNetLM.from_pretrained("some-one/model_1.0", revision="v1", dtype=torch.float64)
+    assert torch.equal(loaded.embed_tokens.weight, far.embed_tokens.weight.double())
+    assert calls == [("some-one/model_1.0", "v1", ["config.json", "model.safetensors"])]
+    near.save_pretrained("some-one/model_1.0")
+    loaded = LongNetLM.from_pretrained("some-one/model_1.0")  # what is here comes first
+    assert torch.equal(loaded.embed_tokens.weight, near.embed_tokens.weight)
+    with pytest.raises(ValueError, match=r"revision must be that of a repository on the Hub, got .v1."):
+        LongNetLM.from_pretrained("some-one/model_1.0", revision="v1")
+    assert len(calls) == 1
+    with pytest.raises(FileNotFoundError, match=r"'no/where' must be a folder, or .* from the Hub: 404"):
+        LongNetLM.from_pretrained("no/where")
+    for name in (
+        "nowhere",
+        "../no/where",
+        "./where",
+        "a/b/c",
+        tmp_path / "no",
+        Path("no/where"),
+        "no/where.pth",
+    ):
+        with pytest.raises(FileNotFoundError, match=r"a model's folder must hold config\.json and"):
+            LongNetLM.from_pretrained(name)
+    assert len(calls) == 2
+
+
+def test_slide_encoders_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub(tmp_path, calls))
+    sizes: dict[str, Any] = {"in_chans": 6, "embed_dim": 24, "depth": 1, "nhead": 4}
+    model = LongNetViT(**sizes, segment_lengths=(4, 12), dilation_rates=(1, 3), kind="improved")
+    model.save_pretrained(tmp_path / "own" / "format")
+    (tmp_path / "their" / "names").mkdir(parents=True)
+    torch.save({"model": model.state_dict()}, tmp_path / "their" / "names" / "slide_encoder.pth")
+    for name, options in (("own/format", {}), ("their/names", {"nhead": 4, "kind": "improved"})):
+        loaded = LongNetViT.from_pretrained(name, **options)
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor)
+    files = ["config.json", "model.safetensors", "slide_encoder.pth"]
+    assert calls == [("own/format", None, files), ("their/names", None, files)]
+    plain = LongNetViT.from_pretrained("own/format", kind="standard")
+    assert torch.equal(
+        plain.encoder.layers[0].self_attn.q_proj.weight,
+        model.encoder.layers[0].self_attn.qkv_proj.weight[:24],
+    )
+
+
+def test_without_the_package_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = (
+        "'some/one' must be a folder, or a repository on the Hugging Face Hub, got no such folder: "
+        r"install huggingface_hub, or download config\.json and model\.safetensors"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        LongNetLM.from_pretrained("some/one")
 
 
 def test_from_config_builds_the_same_model() -> None:

@@ -20,6 +20,7 @@ OPTIONAL = {
     "matplotlib": "nothing here needs it; figures of your own",
     "numpy": "nothing here needs it; arrays that share memory with tensors",
     "rich": "live figures of the demo",
+    "huggingface_hub": "models of the Hugging Face Hub",
     "safetensors": "models that are saved and loaded",
     "tensorboard": "curves of the trainer",
     "transformers": "this attention inside Hugging Face models",

@@ -65,7 +65,7 @@ class Stream:
             for first, num in even_parts(count, most):
                 keys, values = (x.to(tile_dtype) for x in past.rows(lane, first, num))
                 part, part_lse = kernel.forward(query, keys, values, How(False, scale))
-                merge_(rows, lse_rows, part.transpose(1, 2), part_lse.transpose(1, 2), maybe_empty=False)
+                merge_(rows, lse_rows, part.transpose(1, 2), part_lse.transpose(1, 2))
             if as_slice(lane.heads) is None:  # copies, not views
                 out[:, :, list(lane.heads)], lse[:, :, list(lane.heads)] = rows, lse_rows
         return out.to(q.dtype)

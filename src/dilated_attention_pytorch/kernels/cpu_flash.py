@@ -2,9 +2,10 @@
 
 Packed tiles already keep it from an empty q or k (which kills the process) and from a last stride other
 than 1 (which gives wrong numbers). Here: boolean masks become additive; rows without a visible key get
-lse -inf, not 0; and the rows that a NaN or an infinity concerns, which the op may swallow or let leak past
-the causal mask, are computed by the eager kernel, while all others keep their bits. Half precision comes as
-float32 tiles: without matrix instructions for it the op's own backward takes about ten times as long.
+out 0 and lse -inf; and the rows that a NaN or an infinity concerns, of the inputs or of scores that
+overflow, which the op may swallow or let leak past the causal mask, are computed by the eager kernel, while
+all others keep their bits. Half precision comes as float32 tiles: without matrix instructions for it the
+op's own backward takes about ten times as long.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         q, clean_k, clean_v, 0.0, how.is_causal, attn_mask=_bias(q, k, how.mask), scale=how.scale
     )
     if how.mask is not None:
-        lse.masked_fill_(~_rows_that_see(how.mask, q, how), -math.inf)
-    if bool((lse == 0).any()):  # by right, or because all scores of the row were NaN or -inf
-        swallowed = (lse == 0) & ~out.any(-1)
-        redo = swallowed if redo is None else redo | swallowed
+        blind = ~_rows_that_see(how.mask, q, how)
+        lse.masked_fill_(blind, -math.inf)
+        out.masked_fill_(blind.unsqueeze(-1), 0.0)  # not so where the query is NaN
+    # 0 by right, or because all scores of the row were NaN or -inf; inf or NaN where one was inf or NaN
+    odd = (lse == 0) | (lse == math.inf) | lse.isnan()
+    if bool(odd.any()):
+        odd &= (lse != 0) | ~out.any(-1)
+        redo = odd if redo is None else redo | odd
     if redo is not None and bool(redo.any()):
         exact, exact_lse = EAGER.forward(q, k, v, how)
         # In place: what follows rounds by the layout, vectors and the rest.
@@ -56,7 +61,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _backward(
+def _op_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -65,6 +70,21 @@ def _backward(
         scale=how.scale,
     )
     return dq, dk, dv
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    how: How,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The op would carry the NaN of a row to keys that the row does not see, and to the row that sees none.
+    is_odd = bool(lse.isnan().any()) or (how.mask is not None and not _all_finite(q))
+    return (EAGER.backward if is_odd else _FUSED_BACKWARD)(grad_out, grad_lse, q, k, v, out, lse, how)
 
 
 def _all_finite(x: Tensor) -> bool:
@@ -91,4 +111,5 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-CPU_FLASH = Kernel("cpu_flash", _why_not, _forward, with_lse_gradient(_backward), widens=True)
+_FUSED_BACKWARD = with_lse_gradient(_op_backward)
+CPU_FLASH = Kernel("cpu_flash", _why_not, _forward, _backward, widens=True)

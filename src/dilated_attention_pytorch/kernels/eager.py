@@ -26,6 +26,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         hidden = _hidden(how, units, rows, k)
         scores = _scores(grouped[units, :, rows], keys[units], how.scale, hidden)
         block_lse = torch.logsumexp(scores, -1)
+        block_lse.masked_fill_(block_lse == math.inf, math.nan)  # its probabilities are inf - inf
         # An empty row has lse -inf; a finite stand-in keeps exp(-inf - lse) at 0 there.
         probs = torch.exp(scores - block_lse.clamp_min(torch.finfo(scores.dtype).min).unsqueeze(-1))
         probs = probs if noise is None or how.dropout is None else probs * _keep(probs, how.dropout.p, noise)
@@ -59,6 +60,8 @@ def _backward(
         )
         grad = grad_out[units, :, rows].to(compute)
         probs = torch.exp(_scores(queries, key, how.scale, hidden) - lse[units, :, rows].unsqueeze(-1))
+        if hidden is not None:  # where lse is NaN, or the row would spoil keys that it does not see
+            probs.masked_fill_(hidden, 0.0)
         d_probs = grad @ value.unsqueeze(1).transpose(-1, -2)
         used = probs
         if noise is not None and how.dropout is not None:

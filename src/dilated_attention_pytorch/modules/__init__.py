@@ -6,7 +6,7 @@ from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAtt
 from .dense import DenseAttention
 from .feed_forward import FeedForward, magneto_gamma
 from .longnet import LongNet, LongNetLM
-from .longnet_config import LongNetConfig, LongNetLMConfig
+from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
 from .longnet_stack import LongNetDecoder, LongNetEncoder
 from .longnet_vit import LongNetViT
 from .longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
@@ -43,7 +43,9 @@ __all__ = [
     "LongNet",
     "LongNetConfig",
     "LongNetDecoder",
+    "LongNetDecoderConfig",
     "LongNetEncoder",
+    "LongNetEncoderConfig",
     "LongNetLM",
     "LongNetLMConfig",
     "LongNetViT",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..sparse_spec import SparsePatternConfig
 from ..spec import finite_float
 from .block_sparse import BlockSparseDilatedAttention, Prepared
 
+_FIRST_CALL = threading.RLock()  # of lazy modules, which could be neither copied nor pickled with their own
 LEAST_SCALE = 1e-3  # the gate is divided by the scale, which must leave it in the range of half precision
 
 
@@ -112,7 +114,14 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         """Called by torch before the first forward."""
         if self.has_uninitialized_params():
             check_inputs(query, key, key, None, None)
-            self._make_scorer(query.shape[2], key.shape[2], query.shape[3], query.device)
+            with _FIRST_CALL:
+                if self.has_uninitialized_params():
+                    self._make_scorer(query.shape[2], key.shape[2], query.shape[3], query.device)
+
+    def _infer_parameters(self, *args: Any, **kwargs: Any) -> None:
+        with _FIRST_CALL:
+            if hasattr(self, "_initialize_hook"):  # else another thread was first
+                super()._infer_parameters(*args, **kwargs)
 
     def reset_parameters(self) -> None:
         """The scores begin near the mean attention scores: one random projection for queries and keys."""
@@ -120,20 +129,27 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         if self.has_uninitialized_params():
             return
         h_kv, d, _ = self.key_scorer.shape
-        # In float32: half precision has no orthogonal matrices.
-        made = torch.empty(self.key_scorer.shape, dtype=torch.float32, device=self.key_scorer.device)
         with torch.no_grad():
-            for head in range(h_kv):
-                nn.init.orthogonal_(made[head], gain=(d / self.scorer_dim) ** 0.25)
-            self.key_scorer.copy_(made)
-            self.query_scorer.copy_(made.repeat_interleave(self.query_scorer.shape[0] // h_kv, 0))
+            made = self._first_scorers(self.query_scorer.shape[0], h_kv, d, self.key_scorer.device)
+            for scorer, weights in zip((self.query_scorer, self.key_scorer), made, strict=True):
+                scorer.copy_(weights)
+
+    def _first_scorers(self, h: int, h_kv: int, d: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        """Weights (heads, d, scorer_dim) of queries and keys, float32: half has no orthogonal matrices."""
+        made = torch.empty((h_kv, d, self.scorer_dim), dtype=torch.float32, device=device)
+        for head in range(h_kv):
+            nn.init.orthogonal_(made[head], gain=(d / self.scorer_dim) ** 0.25)
+        return made.repeat_interleave(h // h_kv, 0), made
 
     def _make_scorer(self, h: int, h_kv: int, d: int, device: torch.device | None = None) -> None:
+        scorers = self.query_scorer, self.key_scorer
         with torch.inference_mode(False):  # an inference tensor could not be trained later
-            for scorer, heads in ((self.query_scorer, h), (self.key_scorer, h_kv)):
-                assert isinstance(scorer, UninitializedParameter)
-                scorer.materialize((heads, d, self.scorer_dim), device=device)
-            self.reset_parameters()
+            made = self._first_scorers(h, h_kv, d, self.query_scorer.device if device is None else device)
+            for scorer, weights in zip(scorers, made, strict=True):
+                scorer.data = weights.to(scorer.dtype)
+        # What `materialize` does at last. Other threads take the weights for made from here on, so they are.
+        for scorer in scorers:
+            scorer.__class__ = nn.Parameter
 
     def features(
         self, query: Tensor, key: Tensor, is_causal: bool = False, mask: Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,6 +56,10 @@ class DenseAttention(nn.Module):
         _check(query, key, value, is_causal, attention_mask)
         key, value = (_without_hidden(x, attention_mask) for x in (key, value))
         mask, empty = _visible(query, is_causal, attention_mask)
+        scale = self.softmax_scale
+        if is_causal and scale is not None and scale <= 0:
+            # The CPU's op multiplies its causal mask, -inf, by the scale.
+            query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
         q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             q_bhnd,
@@ -62,9 +68,13 @@ class DenseAttention(nn.Module):
             mask,
             self.dropout if self.training else 0.0,
             is_causal and mask is None,
-            scale=self.softmax_scale,
+            scale=scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
+        if mask is None and query.device.type == "cpu":
+            # The CPU's op takes a row of NaN scores for one without keys and gives zeros.
+            is_nan = _has_nan(query, key, is_causal).unsqueeze(-1)
+            out = out + torch.where(is_nan, math.nan, 0.0).to(out.dtype)
         return (out if empty is None else out.masked_fill(empty, 0.0)).transpose(1, 2)
 
     def attention_weights(
@@ -72,15 +82,16 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """(b, n, m): probabilities without dropout, averaged over the heads."""
         _check(query, key, key, is_causal, attention_mask)
-        mask, empty = _visible(query, is_causal, attention_mask)
+        mask, blind = _visible(query, is_causal, attention_mask)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         keys = _without_hidden(key, attention_mask).repeat_interleave(query.shape[2] // key.shape[2], 2)
         scores = torch.einsum("bihd,bjhd->bhij", query, keys) * scale
         if mask is None and is_causal:
             mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-        weights = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        weights = weights.softmax(-1)
-        return (weights if empty is None else weights.masked_fill(empty, 0.0)).mean(1)
+        logits = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        empty = (logits == -math.inf).all(-1, keepdim=True)  # scores may overflow
+        empty = empty if blind is None else empty | blind
+        return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).mean(1)
 
     def extra_repr(self) -> str:
         shown = {"softmax_scale": (self.softmax_scale, None), "dropout": (self.dropout, 0.0)}
@@ -119,3 +130,10 @@ def _visible(
         mask = mask & torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
     empty = ~mask.any(-1, keepdim=True)
     return mask | empty, empty
+
+
+def _has_nan(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    """(b, h, n): whether a query is NaN or sees a key that is, in a feature."""
+    queries, keys = (x.isnan().any(-1).transpose(1, 2) for x in (query, key))
+    seen = keys.cumsum(-1) > 0 if is_causal else keys.any(-1, keepdim=True)
+    return queries | seen.repeat_interleave(queries.shape[1] // keys.shape[1], 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,8 @@ from .sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     from .longnet import LongNetLM
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Generation:
@@ -28,7 +29,7 @@ class Generation:
         sampling: Sampling,
         *,
         lengths: Tensor | Sequence[int] | None = None,
-        stop_tokens: Collection[int] = (),
+        stop_tokens: Iterable[int] = (),
         prefill_chunk: int | None = None,
     ) -> None:
         model.check_tokens(prompt)
@@ -50,8 +51,8 @@ class Generation:
         model, b = self.model, self.prompt.shape[0]
         stops = torch.tensor(sorted(self.stop_tokens), dtype=torch.int64, device=self.prompt.device)
         running = torch.ones(b, dtype=torch.bool, device=self.prompt.device)
-        caches = model.make_caches(b)
-        logits = self._prefill(caches)
+        caches, twin = model.make_caches(b), in_evaluation(model)
+        logits = self._prefill(twin, caches)
         for step in range(self.max_new_tokens):
             tokens = self.sampler(logits).masked_fill(~running, model.config.pad_token)
             running = running & ~torch.isin(tokens, stops)
@@ -60,24 +61,23 @@ class Generation:
             if step + 1 == self.max_new_tokens or not any(reads):
                 return
             lengths = None if all(reads) else torch.tensor(reads)
-            with evaluating(model):
-                logits = model.logits(model.features(tokens[:, None], caches=caches, lengths=lengths)[:, 0])
+            with torch.no_grad():
+                logits = twin.logits(twin.features(tokens[:, None], caches=caches, lengths=lengths)[:, 0])
 
-    def _prefill(self, caches: Any) -> Tensor:
+    @torch.no_grad()
+    def _prefill(self, model: LongNetLM, caches: Any) -> Tensor:
         """Logits (b, vocab) after the last token of each row."""
         longest, is_ragged = max(self.lengths), len(set(self.lengths)) > 1
         last: dict[int, Tensor] = {}
-        with evaluating(self.model):
-            for start in range(0, longest, self.prefill_chunk):
-                part = self.prompt[:, start : min(start + self.prefill_chunk, longest)]
-                m = part.shape[1]
-                counts = torch.tensor([min(max(length - start, 0), m) for length in self.lengths])
-                real = counts if is_ragged else None
-                states = self.model.features(part, caches=caches, lengths=real)
-                for row, length in enumerate(self.lengths):
-                    if start < length <= start + m:
-                        last[row] = states[row, length - 1 - start].clone()
-            return self.model.logits(torch.stack([last[row] for row in range(len(self.lengths))]))
+        for start in range(0, longest, self.prefill_chunk):
+            part = self.prompt[:, start : min(start + self.prefill_chunk, longest)]
+            m = part.shape[1]
+            counts = torch.tensor([min(max(length - start, 0), m) for length in self.lengths])
+            states = model.features(part, caches=caches, lengths=counts if is_ragged else None)
+            for row, length in enumerate(self.lengths):
+                if start < length <= start + m:
+                    last[row] = states[row, length - 1 - start].clone()
+        return model.logits(torch.stack([last[row] for row in range(len(self.lengths))]))
 
     def join(self, new: list[Tensor]) -> Tensor:
         """Each row's prompt and, right behind its last token, the new ones: (b, n + new), padded after."""
@@ -89,23 +89,33 @@ class Generation:
         return out.scatter_(1, lengths + torch.arange(len(new), device=out.device), torch.stack(new, 1))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, and all modules in evaluation mode; both are as before when the block ends."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def in_evaluation(model: _Module) -> _Module:
+    """The modules of `model` in evaluation mode, as new ones that share its parameters, buffers and hooks.
+
+    If the mode of the model were switched, other threads that train it or generate with it would see that. A
+    forward that `nn.Module.compile` compiled is that of the old module, so the new one runs uncompiled.
+    """
+    twins: dict[nn.Module, nn.Module] = {}
+
+    def twin(module: nn.Module) -> nn.Module:
+        if module not in twins:
+            twins[module] = made = object.__new__(type(module))
+            made.__dict__.update(module.__dict__, training=False, _compiled_call_impl=None)
+            made.__dict__["_modules"] = {
+                name: None if part is None else twin(part) for name, part in module._modules.items()
+            }
+        return twins[module]
+
+    made = twin(model)
+    assert isinstance(made, type(model))
+    return made
 
 
-def _check_stop_tokens(stop_tokens: Collection[int], vocab_size: int) -> set[int]:
-    if isinstance(stop_tokens, (int, str)) or not all(type(token) is int for token in stop_tokens):
+def _check_stop_tokens(stop_tokens: Iterable[int], vocab_size: int) -> set[int]:
+    # Once: an iterator has its tokens to give a single time.
+    tokens: list[Any] = list(stop_tokens) if isinstance(stop_tokens, Iterable) else [None]
+    if isinstance(stop_tokens, str) or not all(type(token) is int for token in tokens):
         raise TypeError(f"stop_tokens must be a collection of integers, got {stop_tokens!r}")
-    if outside := sorted(token for token in stop_tokens if not 0 <= token < vocab_size):
+    if outside := sorted(token for token in tokens if not 0 <= token < vocab_size):
         raise ValueError(f"stop_tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}, got {outside}")
-    return set(stop_tokens)
+    return set(tokens)

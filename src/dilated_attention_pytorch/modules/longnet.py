@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -222,7 +222,7 @@ class LongNetLM(PretrainedModel):
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] | None = None,
-        stop_tokens: Collection[int] = (),
+        stop_tokens: Iterable[int] = (),
         prefill_chunk: int | None = None,
         on_token: Callable[[Tensor], object] | None = None,
     ) -> Tensor:
@@ -238,8 +238,9 @@ class LongNetLM(PretrainedModel):
             prefill_chunk: read the prompt in parts of so many tokens, which bounds its memory.
             on_token: called with the new tokens (b,) as soon as they are known.
 
-        Runs in evaluation mode and without gradients, whatever the mode of the model. The memory and the time
-        of a token are bounded by the segments, however long the text.
+        Runs in evaluation mode and without gradients, whatever the mode of the model, which is not switched:
+        several threads may generate, and one may train. The memory and the time of a token are bounded by the
+        segments, however long the text.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
         how: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "prefill_chunk": prefill_chunk}
@@ -262,7 +263,7 @@ class LongNetLM(PretrainedModel):
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] | None = None,
-        stop_tokens: Collection[int] = (),
+        stop_tokens: Iterable[int] = (),
         prefill_chunk: int | None = None,
     ) -> Iterator[Tensor]:
         """The new tokens of `generate` one by one: tokens (b,), pad_token in rows that have stopped."""

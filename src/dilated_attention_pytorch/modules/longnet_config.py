@@ -155,6 +155,36 @@ class StackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongNetEncoderConfig(StackConfig):
+    """Settings of `LongNetEncoder`: those of the layers, and their number."""
+
+    model: ClassVar[str] = "LongNetEncoder"
+    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
+
+    num_layers: int = 12
+
+    __hash__ = StackConfig.__hash__
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongNetDecoderConfig(StackConfig):
+    """Settings of `LongNetDecoder`: those of the layers, their number, and whether they read an encoder."""
+
+    model: ClassVar[str] = "LongNetDecoder"
+    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
+
+    num_layers: int = 12
+    cross_attention: str | None = "dense"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cross_attention is not None:
+            one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
+
+    __hash__ = StackConfig.__hash__
+
+
+@dataclass(frozen=True, kw_only=True)
 class LongNetConfig(StackConfig):
     """Settings of `LongNet`: those of the layers, their numbers, and how decoder reads encoder."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,21 @@ from ..decode import DilatedKVCache
 from ..spec import one_of, refuse_unknown
 from .call_checks import check_embedded, check_probabilities
 from .feed_forward import magneto_gamma
+from .longnet_config import LongNetDecoderConfig, LongNetEncoderConfig, StackConfig
 from .multihead import MULTIHEAD_KINDS
 from .multihead_call import check_caches, check_in_step
+from .pretrained import PretrainedModel
 from .skin import keyword_names
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 
-class LongNetStack(nn.Module):
-    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common."""
+class LongNetStack(PretrainedModel):
+    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common.
 
+    `config` holds the settings, where they are plain data; a stack with others can be used, not saved.
+    """
+
+    config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
     _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
 
     def __init__(
@@ -44,6 +50,20 @@ class LongNetStack(nn.Module):
         **layer_options: Any,
     ) -> None:
         super().__init__()
+        settings = {
+            "d_model": d_model,
+            "nhead": nhead,
+            "num_layers": num_layers,
+            "dim_feedforward": dim_feedforward,
+            "dropout": dropout,
+            "drop_path_rate": drop_path_rate,
+            "layer_norm_eps": layer_norm_eps,
+            "sub_layer_norm": sub_layer_norm,
+            "normalize_output": normalize_output,
+            "gamma_init": gamma_init,
+            "checkpoint_activations": checkpoint_activations,
+            **layer_options,
+        }
         check_positive_int("num_layers", num_layers, bits=28)
         kind = layer_options.get("kind", "standard")
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
@@ -79,6 +99,27 @@ class LongNetStack(nn.Module):
         self.layer_norm = (
             nn.LayerNorm(d_model, layer_norm_eps, True, True, device, dtype) if normalize_output else None
         )
+        self._keep_config(settings)
+
+    def _keep_config(self, settings: dict[str, Any]) -> None:
+        self._config: StackConfig | None = None
+        self._unsaved = ""
+        try:
+            self._config = self.config_class.split(settings)
+        except (TypeError, ValueError) as error:  # what the layers took, but no file can hold
+            self._unsaved = str(error)
+
+    @property
+    def config(self) -> StackConfig:
+        """The settings, as `from_config` takes them."""
+        if self._config is None:
+            raise TypeError(f"the settings of a saved stack must be plain data: {self._unsaved}")
+        return self._config
+
+    @classmethod
+    def _arguments(cls, config: StackConfig) -> dict[str, Any]:
+        settings = super()._arguments(config)
+        return {**settings.pop("attention_options"), **settings}
 
     def reset_parameters(self) -> None:
         """Initialises all layers, as after `.to_empty()`."""
@@ -196,6 +237,7 @@ class LongNetDecoder(LongNetStack):
         The others are those of `LongNetEncoder`.
     """
 
+    config_class = LongNetDecoderConfig
     _layer_class = DilatedTransformerDecoderLayer
 
     def __init__(

@@ -6,7 +6,6 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from .checkpoint_files import read_checkpoint
 from .longnet_config import StackConfig
 from .longnet_stack import LongNetEncoder
 from .longnet_vit_config import GIGAPATH_RATES, LongNetViTConfig, gigapath_segment_lengths
-from .pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors
+from .pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from .slide_positions import cell_embeddings, tile_cells
 from .torchscale_names import check_torchscale_pattern, plain_names, split_torchscale_state
 
@@ -187,6 +186,7 @@ class LongNetViT(PretrainedModel):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        revision: str | None = None,
         **options: Any,
     ) -> _Model:
         """The model of a folder or file, in evaluation mode.
@@ -194,14 +194,15 @@ class LongNetViT(PretrainedModel):
         Args:
             folder: a folder of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and
                 no settings, a folder that holds slide_encoder.pth, or a file: .safetensors, or of torch.save
-                with a state dict, also under "model".
+                with a state dict, also under "model". Or the id "owner/name" of a repository on the Hugging
+                Face Hub with such files, at `revision`, where there is no such folder.
             device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
             options: arguments of the class that differ from those saved, such as `global_pool=True`. Without
                 settings the sizes are read from the weights, but for the number of heads (16 unless given).
 
         Keys that are missing, unexpected or of another shape are an error that names them.
         """
-        path = Path(folder)
+        path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE, GIGAPATH_FILE), revision)
         if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
             path = path.parent
         if (path / WEIGHTS_FILE).is_file():

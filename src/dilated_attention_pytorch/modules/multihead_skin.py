@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -253,8 +253,13 @@ class MultiheadSkin(nn.Module):
     def _has_rows(self) -> bool:
         return isinstance(self.attention, DilatedAttention)
 
+    def regroup(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
+        """Joins and names the input projections at `prefix` in a state dict as this module holds them."""
+        kinds = ("weight",) if self.out_proj.bias is None else ("weight", "bias")
+        regroup_projections(state, prefix, fused=self.fused_qkv, sizes=self._qkv_sizes, kinds=kinds)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        regroup_projections(state_dict, prefix, fused=self.fused_qkv, sizes=self._qkv_sizes)
+        self.regroup(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _qkv_parameters(self) -> tuple[list[Tensor], list[Tensor]]:

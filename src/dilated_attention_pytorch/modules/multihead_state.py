@@ -39,15 +39,29 @@ def _joint(parts: list[Tensor]) -> Tensor:
 
 
 def regroup_projections(
-    state: MutableMapping[str, Any], prefix: str, *, fused: bool, sizes: Sequence[int] = ()
+    state: MutableMapping[str, Any],
+    prefix: str,
+    *,
+    fused: bool,
+    sizes: Sequence[int] = (),
+    kinds: Sequence[str] = ("weight", "bias"),
 ) -> None:
     """Joins the input projections at `prefix` in a state dict, or parts them by `sizes`: kinds differ there.
 
-    What is incomplete or has other sizes stays as it is, for `load_state_dict` to name.
+    Those of `nn.MultiheadAttention` get our names. What is incomplete, there twice or has other sizes stays
+    as it is, for `load_state_dict` to name.
     """
-    for kind in ("weight", "bias"):
+    for kind in kinds:
         joint, parts = f"{prefix}qkv_proj.{kind}", [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
+        theirs = [f"{prefix}in_proj_{kind}", *(f"{prefix}{x}_proj_{kind}" for x in "qkv")]
+        for name, ours in zip(theirs, (joint, *parts), strict=True):
+            if name in state and ours not in state and (ours != joint or _rows(state[name]) == sum(sizes)):
+                state[ours] = state.pop(name)
         if fused and joint not in state and all(name in state for name in parts):
             state[joint] = torch.cat([state.pop(name) for name in parts])
-        elif not fused and joint in state and len(state[joint]) == sum(sizes):
+        elif not fused and _rows(state.get(joint)) == sum(sizes) and not state.keys() & set(parts):
             state.update(zip(parts, torch.split(state.pop(joint), list(sizes)), strict=True))
+
+
+def _rows(x: Any) -> int | None:
+    return len(x) if isinstance(x, Tensor) and x.dim() else None

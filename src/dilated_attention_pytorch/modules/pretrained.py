@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from ..core.blocks import check_device, check_float_dtype
 from .longnet_config import StackConfig
+from .multihead_skin import MultiheadSkin
 from .state_fit import check_fit
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.pth)(?<!\.safetensors)")  # owner/name, not a file of ours
 _Model = TypeVar("_Model", bound="PretrainedModel")
 
 
@@ -68,16 +71,20 @@ class PretrainedModel(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        revision: str | None = None,
         **options: Any,
     ) -> _Model:
         """The model that `save_pretrained` wrote into `folder`, in evaluation mode.
 
-        `options` are arguments of the class that differ from those saved, such as `dropout=0.1`. The weights
-        have the dtype of the file, or `dtype`. No second copy of them is made: the model is built without
-        memory and takes the tensors of the file. Keys that are missing, unexpected or of another shape are an
-        error that names them. Needs the package safetensors.
+        `folder` may also be the id "owner/name" of a repository on the Hugging Face Hub that holds the two
+        files, at `revision`: with the package huggingface_hub they are downloaded, unless there is such a
+        folder. `options` are arguments of the class that differ from those saved, such as `dropout=0.1`, or
+        `kind="improved"`, whose projections are joined. The weights have the dtype of the file, or `dtype`.
+        No second copy of them is made: the model is built without memory and takes the tensors of the file.
+        Keys that are missing, unexpected or of another shape are an error that names them. Needs the package
+        safetensors.
         """
-        path = Path(folder)
+        path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE), revision)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (path / name).is_file():
                 raise FileNotFoundError(
@@ -100,9 +107,29 @@ def _check_depth(arguments: Mapping[str, Any], num_tensors: int, *, source: str)
             raise ValueError(f"{source} must hold {layers} layers ({name}), got {num_tensors} tensors in all")
 
 
+def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: str | None = None) -> Path:
+    """A path that exists, or else the downloaded `files` of the repository on the Hugging Face Hub."""
+    path = Path(folder)
+    if path.exists() or not (isinstance(folder, str) and _HUB_ID.fullmatch(folder)):
+        if revision is not None:
+            raise ValueError(f"revision must be that of a repository on the Hub, got {revision!r} of {path}")
+        return path
+    rule = f"{folder!r} must be a folder, or a repository on the Hugging Face Hub"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"{rule}, got no such folder: install huggingface_hub, or download {' and '.join(files)}"
+        ) from error
+    try:  # as one commit has them
+        return Path(snapshot_download(folder, revision=revision, allow_patterns=list(files)))
+    except OSError as error:
+        raise FileNotFoundError(f"{rule}, got no such folder, and from the Hub: {error}") from error
+
+
 def assign_tensors(
     model: nn.Module,
-    state: Mapping[str, Tensor],
+    state: MutableMapping[str, Tensor],
     *,
     dtype: torch.dtype | None = None,
     source: str = "the state",
@@ -110,8 +137,12 @@ def assign_tensors(
     """Makes the tensors of `state` the parameters and buffers of `model`, whose own may be without memory.
 
     Everything must fit: the names, and the shapes. Floating-point tensors are converted to `dtype` if given.
+    Projections of another kind are joined or parted, in `state` itself, so that they are not held twice.
     """
     check_float_dtype("dtype", dtype)
+    for path, module in model.named_modules():
+        if isinstance(module, MultiheadSkin):
+            module.regroup(state, f"{path}." if path else "")
     check_fit(model.state_dict(), state, copies=False, source=source)
     fitting = {
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
