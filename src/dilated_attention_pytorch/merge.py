@@ -14,7 +14,8 @@ def merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None
     Equals `out = (exp(lse) out + exp(lse_part) out_part) / (exp(lse) + exp(lse_part))` without overflow.
     A row may be empty (lse -inf) on both sides, without keys or as its scores overflow, and then stays empty.
     """
-    weight = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -math.inf, 0.0)
+    # The clamp keeps -inf - (-inf), which is NaN, at -inf: a weight of 0.
+    weight = torch.sigmoid(lse_part - lse.clamp_min(torch.finfo(lse.dtype).min))
     out.lerp_(out_part.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, lse_part, out=lse)
 

@@ -49,9 +49,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         lse.masked_fill_(blind, -math.inf)
         out.masked_fill_(blind.unsqueeze(-1), 0.0)  # not so where the query is NaN
     # 0 by right, or because all scores of the row were NaN or -inf; inf or NaN where one was inf or NaN
-    odd = (lse == 0) | (lse == math.inf) | lse.isnan()
-    if bool(odd.any()):
-        odd &= (lse != 0) | ~out.any(-1)
+    if bool((lse == 0).any()) or not math.isfinite(lse.sum().item()):
+        odd = (lse == 0) & ~out.any(-1) | (lse == math.inf) | lse.isnan()
         redo = odd if redo is None else redo | odd
     if redo is not None and bool(redo.any()):
         exact, exact_lse = EAGER.forward(q, k, v, how)
