@@ -312,7 +312,7 @@ def test_saved_config_keeps_the_settings(tmp_path: Path) -> None:
 
 
 def layer(is_causal: bool = True, **settings: Any) -> Any:
-    config = SimpleNamespace(dilated_attention={**DILATED, **settings})
+    config = SimpleNamespace(dilated_attention={**DILATED, "allow_isolated_segments": True, **settings})
     return SimpleNamespace(config=config, is_causal=is_causal)
 
 
@@ -385,16 +385,21 @@ def test_dropout_acts(n: int) -> None:
     ("settings", "error", "message"),
     [
         ([64], TypeError, "settings of dilated attention must be a dict, got list"),
-        (
-            {},
-            ValueError,
-            "must include segment_lengths and dilation_rates, got no segment_lengths and dilation_rates",
-        ),
+        ({"max_length": 0}, ValueError, "max_length must be positive"),
+        ({"max_length": "8"}, TypeError, "max_length must be a positive int, got '8'"),
+        ({**FULL, "max_length": 0}, ValueError, "max_length must be positive"),
+        ({**FULL, "allow_isolated_segments": 1}, TypeError, "allow_isolated_segments must be"),
+        ({**FULL, "sliding_layers": "mine"}, ValueError, "sliding_layers must be one of 'refuse', 'own'"),
         ({"segment_lengths": [4]}, ValueError, "got no dilation_rates"),
         (
             {**FULL, "dropout": 0.1, "scale": 1.0},
             ValueError,
-            "must be among segment_lengths, .* got 'dropout', 'scale'",
+            "have no 'dropout', 'scale'. They must be among segment_lengths, .*, max_length",
+        ),
+        (
+            {"segment_length": [4], "dilation_rates": [1]},
+            ValueError,
+            r"^dilated settings have no 'segment_length'\. Did you mean segment_lengths\?$",
         ),
         ({**FULL, "segment_lengths": [0]}, ValueError, r"segment_lengths must be positive, got \(0,\)"),
         ({**FULL, "dilation_rates": [1, 2]}, ValueError, "must have the same length, got 1 and 2"),
@@ -606,8 +611,10 @@ def blocks(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
     ids=lambda value: "",
 )
 def test_masks_that_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
+    mask = dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
+    x = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match=message):  # where a layer uses it: a model may have none that does
+        dilated_attention_forward(layer(), x, x, x, mask)
 
 
 PACKED = torch.tensor([0, 4, 10])

@@ -24,6 +24,16 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options:
 
 
 @uncompiled
+def longest_row(mask: Tensor | None, n: int) -> int:
+    """Tokens of the longest row, or of the longest document, of n places."""
+    if mask is None:
+        return n
+    if mask.dtype == torch.bool:
+        return int(mask.sum(1).max())
+    return max(int(row.unique_consecutive(return_counts=True)[1].max()) for row in mask)
+
+
+@uncompiled
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     (b, n), is_packed = mask.shape, mask.dtype != torch.bool
     row = torch.arange(b, device=mask.device)[:, None]

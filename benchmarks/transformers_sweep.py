@@ -1,0 +1,279 @@
+"""Dilated attention in every family of the installed transformers, against the family's own eager attention.
+
+    python benchmarks/transformers_sweep.py --update docs/huggingface.md
+    python benchmarks/transformers_sweep.py --family llama --family bert
+
+A small random model of each family runs with one branch that spans its input at rate 1, which is dense
+attention, and with "eager": without padding, with padding on the right and on the left, and its gradient.
+All results must be equal where dilated attention does not refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import difflib
+import json
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import Inputs, NotBuilt, families, padding, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
+from dilated_attention_pytorch.integrations import transformers as integration
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "transformers.json"
+FULL = {"segment_lengths": [2**20], "dilation_rates": [1]}
+TOLERANCE = 1e-4  # of the largest value, in float32
+SECONDS = 60  # for a family
+BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
+OUTCOMES = {
+    "equal": "equal",
+    "equal, own": 'equal, with `"sliding_layers": "own"`',
+    "refused": "refused with an error",
+    "own": "keeps its own attention: not taken from the registry",
+    "differs": "differs",
+    "crashes": "fails inside of the model",
+    "not built": "no small model of it",
+}
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, which those who try several models would catch."""
+
+
+def check_family(family: Any) -> dict[str, Any]:
+    """What comes out for one family: an outcome, its reason, and the largest error by case."""
+    try:
+        model, inputs = tiny_model(family)
+    except NotBuilt as error:
+        return {"outcome": "not built", "reason": _first_line(error)}
+    result = compare(model, inputs, FULL)
+    if "sliding window" in result["reason"]:
+        own = compare(model, inputs, {**FULL, "sliding_layers": "own"})
+        if own["outcome"] == "equal":
+            return {**own, "outcome": "equal, own", "reason": result["reason"]}
+    return result
+
+
+def compare(model: PreTrainedModel, inputs: Inputs, settings: dict[str, Any]) -> dict[str, Any]:
+    errors: dict[str, float] = {}
+    for case, options in cases(model, inputs):
+        model.set_attn_implementation("eager")
+        try:
+            expected = outputs(model, inputs | options)
+        except Exception as error:
+            if case == "no padding":
+                return {"outcome": "not built", "reason": f"eager: {_first_line(error)}", "errors": errors}
+            continue  # padding that the model itself does not take
+        with counted_calls() as calls:
+            try:
+                integration.use_dilated_attention(model, settings)
+                actual = outputs(model, inputs | options)
+            except Exception as error:
+                return _failure(case, error, errors)
+        if not calls:
+            return {"outcome": "own", "reason": "no layer called the registered attention", "errors": errors}
+        errors[case] = max((relative_error(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
+    worst = max(errors, key=errors.__getitem__)
+    if errors[worst] > TOLERANCE:
+        return {"outcome": "differs", "reason": f"{worst}: by {errors[worst]:.1e}", "errors": errors}
+    return {"outcome": "equal", "reason": "", "errors": errors}
+
+
+def cases(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    yield "no padding", {}
+    if "input_ids" in inputs:
+        for side in ("right", "left"):
+            yield f"{side} padding", {"attention_mask": padding(side)}
+
+
+def _failure(case: str, error: Exception, errors: dict[str, float]) -> dict[str, Any]:
+    text = _first_line(error)
+    if "AttentionInterface" in text:
+        return {"outcome": "own", "reason": text, "errors": errors}
+    refused = isinstance(error, ValueError) and "dilated attention" in text
+    shown = text if refused else f"{type(error).__name__}: {text}"
+    return {"outcome": "refused" if refused else "crashes", "reason": f"{case}: {shown}", "errors": errors}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def outputs(model: PreTrainedModel, inputs: Inputs) -> list[Tensor]:
+    """The main output at the tokens, and the gradient of a sum of it."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    mask = inputs.get("attention_mask")
+    result = model(**inputs)
+    main = next(
+        (x for key in ("logits", "last_hidden_state") if isinstance(x := getattr(result, key, None), Tensor)),
+        None,
+    )
+    if main is None:
+        values = result.values() if hasattr(result, "values") else result
+        main = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point())
+    if mask is not None and main.shape[:2] == mask.shape:
+        main = main[mask.bool()]
+    if not main.requires_grad:
+        return [main]
+    generator = torch.Generator().manual_seed(3)
+    finite = main[torch.isfinite(main)]
+    (finite * torch.randn(finite.shape, generator=generator)).sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return [main.detach(), torch.cat(gradients)]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    actual, expected = actual.double(), expected.double()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = (actual - expected).abs().masked_fill(same, 0.0)
+    scale = expected[torch.isfinite(expected)].abs().max().item() if expected.numel() else 1.0
+    return float((difference.max() if difference.numel() else difference.sum()).item() / max(scale, 1e-6))
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """Lengths of the calls that reached dilated attention."""
+    calls: list[int] = []
+    attend = integration.attend_rows
+
+    def counted(q: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls.append(q.shape[1])
+        return attend(q, *args, **options)
+
+    integration.attend_rows = counted
+    try:
+        yield calls
+    finally:
+        integration.attend_rows = attend
+
+
+def sweep(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Results by family; progress goes to stderr."""
+    known = families()
+    if unknown := [name for name in names if name not in known]:
+        close = difflib.get_close_matches(unknown[0], known, 3)
+        raise SystemExit(
+            f"no family {unknown[0]!r} in transformers {transformers.__version__}, near: {close}"
+        )
+    results: dict[str, dict[str, Any]] = {}
+    chosen = names or list(known)
+    for number, name in enumerate(chosen, 1):
+        start = time.perf_counter()
+        try:
+            with time_limit():
+                results[name] = check_family(known[name])
+        except OutOfTime:
+            results[name] = {"outcome": "not built", "reason": f"took more than {SECONDS} s"}
+        took = time.perf_counter() - start
+        print(f"[{number}/{len(chosen)}] {name}: {results[name]['outcome']}, {took:.1f} s", file=sys.stderr)
+        if results[name]["outcome"] in ("refused", "crashes", "differs"):
+            print(f"    {results[name]['reason']}", file=sys.stderr)
+    return results
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Ends what hangs, where the system has alarms."""
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime
+
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def render(record: dict[str, Any]) -> str:
+    """The table of a record, as Markdown."""
+    by_outcome = collections.defaultdict(list)
+    for name, result in record["families"].items():
+        by_outcome[result["outcome"]].append(name)
+    lines = ["| outcome | families | which |", "|---|---|---|"]
+    for outcome, text in OUTCOMES.items():
+        if names := by_outcome.get(outcome):
+            lines.append(f"| {text} | {len(names)} | {_names(names)} |")
+    reasons = collections.Counter(
+        re.sub(r"^[^:]*padding: |, got .*$|[:;(] .*$", "", result["reason"])
+        for result in record["families"].values()
+        if result["outcome"] == "refused"
+    )
+    lines += ["", "| refused because | families |", "|---|---|"]
+    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    project, machine = record["project"], record["machine"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"transformers {record['transformers']}, torch {machine['torch']}, float32, "
+            f"errors up to {record['tolerance']} of the largest value; commit {str(project['commit'])[:10]}.",
+        ]
+    )
+
+
+def _names(names: list[str]) -> str:
+    shown = " ".join(f"`{name}`" for name in names)
+    return shown if len(names) <= 400 else f"{shown[:400]} ..."
+
+
+def update(page: Path, record: dict[str, Any]) -> None:
+    """Puts the table between the markers of a page."""
+    head, begin, rest = page.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{page} must contain {BEGIN} and {END}")
+    page.write_text(f"{head}{BEGIN}\n{render(record)}\n{END}{tail}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", action="append", default=[], help="only this one; may be repeated")
+    parser.add_argument("--record", type=Path, help=f"where to write the record ({RECORD.relative_to(ROOT)})")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="renders the record into a page")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    results = sweep(options.family)
+    record = {
+        "transformers": transformers.__version__,
+        "project": project_facts(),
+        "machine": machine_facts(),
+        "tolerance": TOLERANCE,
+        "families": results,
+    }
+    path = options.record or (None if options.family else RECORD)  # a part is not the record of all
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    if options.update is not None:
+        update(options.update, record)
+    print(render(record))
+    return int(any(result["outcome"] in ("differs", "crashes") for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
