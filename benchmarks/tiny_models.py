@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -64,12 +64,19 @@ class NotBuilt(Exception):
     """Why there is no small model of a family."""
 
 
-def families() -> dict[str, Family]:
-    """By name, the config class of a family and the model that stands for it."""
-    import transformers.models as models
+def families(names: Collection[str] = ()) -> dict[str, Family]:
+    """By name, the config class of a family and the model that stands for it.
 
+    With `names` only their packages are imported, which may hold other families too.
+    """
+    import transformers.models as models
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    wanted = {model_type_to_module_name(name).replace("-", "_") for name in names}
     found: dict[type[PreTrainedConfig], list[type[PreTrainedModel]]] = {}
     for package in pkgutil.iter_modules(models.__path__):
+        if wanted and package.name not in wanted:
+            continue
         for module in pkgutil.iter_modules([f"{models.__path__[0]}/{package.name}"]):
             if module.name.startswith("modeling_"):
                 for config, model in _models_of(f"transformers.models.{package.name}.{module.name}"):

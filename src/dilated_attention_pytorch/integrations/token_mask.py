@@ -49,14 +49,13 @@ class TokenMask:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MaskRefusal(
-            f"dilated attention cannot honour a model that reads its attention mask itself, got .{name}"
-        )
+        self._refuse_reading()
 
-    def __getitem__(self, place: object) -> NoReturn:
-        raise MaskRefusal(
-            "dilated attention cannot honour a model that reads its attention mask itself, got a subscript"
-        )
+    def _refuse_reading(self, *_: object) -> NoReturn:
+        raise MaskRefusal("dilated attention cannot honour a model that reads its attention mask itself")
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = _refuse_reading
+    __and__ = __rand__ = __invert__ = _refuse_reading
 
 
 @uncompiled

@@ -87,7 +87,7 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
     plain = [plain_settings(settings, length) for length in longest]
     for each, data in zip(models, plain, strict=True):
         each.config.dilated_attention = data
-        each.config.attn_implementation = name  # saved with the config, and obeyed when it is loaded
+        each.config.attn_implementation = name  # as `_settings_of` does
     model.set_attn_implementation(name)
 
 
@@ -215,20 +215,22 @@ def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None
 
 
 def _settings_of(module: nn.Module, num_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     settings: Mapping[str, Any] | None = getattr(config, "dilated_attention", None)
     if settings is None:
         raise ValueError(
             'dilated attention needs its settings, as in config.dilated_attention = {"max_length": 32768}, '
             f"got none in the {type(config).__name__} of {type(module).__name__}"
         )
+    if not torch.compiler.is_compiling():  # saved with the config, and obeyed when it is loaded
+        config.attn_implementation = getattr(config, "_attn_implementation", "dilated")
     return check_model_settings(settings, _longest_input(config), num_heads)
 
 
 def _longest_input(*configs: Any) -> int | None:
-    """max_position_embeddings of the first config that has it."""
+    """max_position_embeddings of the first config that has it; some have it without a use, and not whole."""
     found = (getattr(each, "max_position_embeddings", None) for each in configs)
-    return next((length for length in found if length is not None), None)
+    return next((length for length in found if isinstance(length, int) and length > 0), None)
 
 
 def _check_mask(
