@@ -204,7 +204,7 @@ def _fill(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, min(0.2, 1.5 * parameter[0].numel() ** -0.5))
             elif not bool(torch.isfinite(parameter).all()):
                 parameter.fill_(1.0)
 

@@ -139,7 +139,8 @@ def dilated_attention_forward(
         is_causal: where no `TokenMask` tells; by default what the module says.
 
     Returns:
-        (out (b, n, h, d) with the features of the values, None). Padding gives zeros.
+        (out (b, n, h, d) with the features of the values, None). Padding gives zeros, but for the first place
+        of a row that is not causal, see `token_rows`.
 
     The segments of a row count its tokens: padding, on either side or between, takes no place in them. With
     n == N, and whenever a gradient is needed, this is `dilated_attention`; else the new tokens read only the
