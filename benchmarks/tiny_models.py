@@ -203,7 +203,7 @@ def _fill(model: PreTrainedModel) -> None:
     """Weights of which attention is far from uniform, and outputs feel it."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.numel():
                 parameter.normal_(0.0, min(0.2, 1.5 * parameter[0].numel() ** -0.5))
             elif not bool(torch.isfinite(parameter).all()):
                 parameter.fill_(1.0)

@@ -121,7 +121,7 @@ def dilated_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | TokenMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -151,7 +151,7 @@ def dilated_attention_forward(
             raise ValueError(attention_mask.refusal)
         if attention_mask.pairs is not None:
             return _attend_own(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-        attention_mask, is_causal = attention_mask.tokens, attention_mask.is_causal
+        is_causal, attention_mask = attention_mask.is_causal, attention_mask.tokens
     _refuse(module, query, kwargs)
     branches, of_model = _settings_of(module, query.shape[1])
     settings = {**branches, "scale": scaling}
