@@ -258,7 +258,7 @@ def render(record: dict[str, Any]) -> str:
 def _rule(reason: str) -> str:
     """A refusal without the case and without what was got."""
     rule = re.sub(r"^\w+ padding: |,? got .*$", "", reason)
-    rule = re.sub(r": \w+ must be None| \([^()]*\)", "", rule)
+    rule = re.sub(r": \w+ must be None|,? \([^()]*\)", "", rule)
     return rule.removeprefix("dilated attention ").strip(", ")
 
 
