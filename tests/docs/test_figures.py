@@ -25,12 +25,17 @@ UNIT = r"(?:ms|µs|(?:micro|milli)?seconds|[GT]FLOP/s|tokens (?:a|per) second)\b
 THAN = r"(?:as (?:fast|slow|long|much)|faster|slower|less|more|longer|the (?:time|memory|peak|speed))\b"
 SENTENCE = re.compile(rf"\d ?{UNIT}|\d ?(?:%|times|x) {THAN}|(?:takes|took) \d\.\d")
 # Sections that are computed and not measured, and the tests that compare them.
-COMPUTED = {"plan": "tests/bench/test_ring.py"}
+COMPUTED = {
+    "plan": "tests/bench/test_ring.py",
+    "families": "tests/integrations/test_transformers_sweep.py",
+}
+# A record that one of those tests compares, with its own rendering.
+COMPARED = {"transformers.json"}
 
 
 def renderings(page: str) -> dict[str, str]:
     """What the records that a page names render to."""
-    names = set(re.findall(r"benchmarks/results/(\w+\.json)", page))
+    names = set(re.findall(r"benchmarks/results/(\w+\.json)", page)) - COMPARED
     return {name: to_markdown(from_json((RESULTS / name).read_text())).strip() for name in sorted(names)}
 
 

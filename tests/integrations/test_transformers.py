@@ -21,10 +21,12 @@ from dilated_attention_pytorch.integrations import transformers as integration
 from dilated_attention_pytorch.integrations.transformers import (
     dilated_attention_forward,
     dilated_attention_mask,
+    load,
     register,
     use_dilated_attention,
 )
 from dilated_attention_pytorch.reference import dilated_attention_reference
+from dilated_attention_pytorch.spec import branches_for
 from support.tolerances import assert_close, assert_same_gradients
 
 FULL = {"segment_lengths": [64], "dilation_rates": [1]}
@@ -308,24 +310,101 @@ def test_saved_config_keeps_the_settings(tmp_path: Path) -> None:
     assert not torch.equal(other.eval()(ids).logits, each(ids).logits)
 
 
+def test_saved_model_comes_back_dilated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each, ids = made(llama, DILATED), tokens(1, 19)
+    each.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, each(ids).logits)
+    again.save_pretrained(tmp_path / "again")
+    twice = load(auto, tmp_path / "again").eval()
+    assert torch.equal(twice(ids).logits, each(ids).logits)
+    dense = auto.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert torch.equal(dense(ids).logits, made(llama, attn_implementation="sdpa")(ids).logits)
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "dilated")
+    with pytest.raises(ValueError, match='attn_implementation="dilated"` is not supported'):
+        auto.from_pretrained(tmp_path)  # where register() was forgotten
+
+
+def test_model_of_a_config_with_settings_comes_back_dilated(tmp_path: Path) -> None:
+    register()
+    each, ids = made(llama, attn_implementation="dilated", dilated_attention=DILATED), tokens(1, 19)
+    expected = each(ids).logits
+    each.save_pretrained(tmp_path)
+    assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
+
+
+def test_load_takes_settings_or_finds_them(tmp_path: Path) -> None:
+    made(llama).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="settings must be given where a model was saved without them"):
+        load(transformers.LlamaForCausalLM, tmp_path)
+    loaded, ids = load(transformers.LlamaForCausalLM, tmp_path, DILATED).eval(), tokens(1, 19)
+    assert torch.equal(loaded(ids).logits, made(llama, DILATED)(ids).logits)
+
+
+def test_branches_for_a_length() -> None:
+    each, ids = made(llama, {"max_length": 4096}), tokens(1, 19)
+    assert each.config.dilated_attention == {"max_length": 4096}
+    lists = dict(zip(("segment_lengths", "dilation_rates"), branches_for(4096, 4), strict=True))
+    assert torch.equal(each(ids).logits, made(llama, lists)(ids).logits)
+    both = made(llama, {**DILATED, "max_length": 4096})  # lists win
+    assert torch.equal(both(ids).logits, made(llama, DILATED)(ids).logits)
+
+
+def test_length_of_the_config_is_the_last_resort() -> None:
+    each, ids = made(llama, {}, max_position_embeddings=4096), tokens(1, 19)
+    assert each.config.dilated_attention == {"max_length": 4096}
+    expected = each(ids).logits
+    each.config.dilated_attention = {}
+    assert torch.equal(each(ids).logits, expected)
+    x, part = torch.randn(1, 4, 10, 8), layer()
+    part.config.dilated_attention = {}
+    with pytest.raises(ValueError, match="must include max_length, or segment_lengths and dilation_rates"):
+        dilated_attention_forward(part, x, x, x, None)
+
+
+SHORT = {"segment_lengths": [4, 16], "dilation_rates": [1, 2]}
+
+
+def test_isolated_segments_are_told_once_a_module_and_length_class() -> None:
+    each = made(llama, SHORT, num_hidden_layers=1)
+    message = r"^19 tokens exceed the longest segment, 16: .* never meet\. Set max_length=19 .* allow_isol"
+    with pytest.warns(UserWarning, match=message):
+        each(tokens(1, 19))
+    each(tokens(1, 20))  # warnings are errors here
+    padded = torch.ones(2, 40)
+    padded[:, 16:] = 0
+    each(tokens(2, 40), attention_mask=padded)  # 16 tokens are left
+    with pytest.warns(UserWarning, match="40 tokens exceed the longest segment, 16"):
+        expected = each(tokens(1, 40)).logits
+    quiet = made(llama, {**SHORT, "allow_isolated_segments": True}, num_hidden_layers=1)
+    assert torch.equal(quiet(tokens(1, 40)).logits, expected)
+
+
 # The attention function by itself, in float64, against the reference of each row's tokens alone.
 
 
 def layer(is_causal: bool = True, **settings: Any) -> Any:
-    config = SimpleNamespace(dilated_attention={**DILATED, **settings})
+    config = SimpleNamespace(dilated_attention={**DILATED, "allow_isolated_segments": True, **settings})
     return SimpleNamespace(config=config, is_causal=is_causal)
 
 
 def expected_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """(b, N, h, d) by the reference over the tokens of each row, zeros elsewhere."""
+    """(b, N, h, d) by the reference over the tokens of each row, zeros elsewhere.
+
+    A padded first place that sees both ways takes the place of the first token.
+    """
     rows = []
     for row, is_token in enumerate(mask):
         out = torch.zeros_like(q[row])
         if is_token.any():
-            parts = (x[row, is_token][None] for x in (q, k, v))
-            out = out.index_put(
-                (is_token.nonzero()[:, 0],), dilated_attention_reference(*parts, **options)[0]
-            )
+            own_q, own_k, own_v = (x[row, is_token][None] for x in (q, k, v))
+            result = dilated_attention_reference(own_q, own_k, own_v, **options)[0]
+            out = out.index_put((is_token.nonzero()[:, 0],), result)
+            if not is_token[0] and not options["is_causal"]:
+                own_q = torch.cat([q[row, None, :1], own_q[:, 1:]], 1)
+                first = dilated_attention_reference(own_q, own_k, own_v, **options)[0, :1]
+                out = torch.cat([first, out[1:]])
         rows.append(out)
     return torch.stack(rows)
 
@@ -385,16 +464,21 @@ def test_dropout_acts(n: int) -> None:
     ("settings", "error", "message"),
     [
         ([64], TypeError, "settings of dilated attention must be a dict, got list"),
-        (
-            {},
-            ValueError,
-            "must include segment_lengths and dilation_rates, got no segment_lengths and dilation_rates",
-        ),
+        ({"max_length": 0}, ValueError, "max_length must be positive"),
+        ({"max_length": "8"}, TypeError, "max_length must be a positive int, got '8'"),
+        ({**FULL, "max_length": 0}, ValueError, "max_length must be positive"),
+        ({**FULL, "allow_isolated_segments": 1}, TypeError, "allow_isolated_segments must be"),
+        ({**FULL, "sliding_layers": "mine"}, ValueError, "sliding_layers must be one of 'refuse', 'own'"),
         ({"segment_lengths": [4]}, ValueError, "got no dilation_rates"),
         (
             {**FULL, "dropout": 0.1, "scale": 1.0},
             ValueError,
-            "must be among segment_lengths, .* got 'dropout', 'scale'",
+            "have no 'dropout', 'scale'. They must be among segment_lengths, .*, max_length",
+        ),
+        (
+            {"segment_length": [4], "dilation_rates": [1]},
+            ValueError,
+            r"^dilated settings have no 'segment_length'\. Did you mean segment_lengths\?$",
         ),
         ({**FULL, "segment_lengths": [0]}, ValueError, r"segment_lengths must be positive, got \(0,\)"),
         ({**FULL, "dilation_rates": [1, 2]}, ValueError, "must have the same length, got 1 and 2"),
@@ -457,6 +541,52 @@ def t5() -> transformers.PreTrainedModel:
     return transformers.T5EncoderModel(
         transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     )
+
+
+def modernbert(layer_types: list[str], **options: Any) -> transformers.PreTrainedModel:
+    config = transformers.ModernBertConfig(**_quiet({"local_attention": 6, "layer_types": layer_types}))
+    return transformers.ModernBertForMaskedLM._from_config(config, **options)
+
+
+def gemma3(layer_types: list[str], **options: Any) -> transformers.PreTrainedModel:
+    sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 6, "layer_types": layer_types}
+    return transformers.Gemma3ForCausalLM._from_config(
+        transformers.Gemma3TextConfig(**{**TINY, **sizes}), **options
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("make", [modernbert, gemma3])
+def test_sliding_layers_keep_their_own_attention_if_asked(make: Make, mask: str) -> None:
+    ids, given = tokens(3, 19), MASKS[mask]
+    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    for first in ("full_attention", "sliding_attention"):  # masks of layers that are not there harm nobody
+        kinds = [first, "full_attention"]
+        eager = made(make, layer_types=kinds, attn_implementation="eager")
+        each = made(make, layer_types=kinds)
+        use_dilated_attention(each, {**FULL, "sliding_layers": "own"})
+        expected, actual = (model(ids, attention_mask=given).logits[is_token] for model in (eager, each))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        use_dilated_attention(each, FULL)
+        if first == "full_attention":
+            assert torch.equal(each(ids, attention_mask=given).logits[is_token], actual)
+        else:
+            with pytest.raises(ValueError, match=r'a sliding window .* by "sliding_layers": "own"'):
+                each(ids, attention_mask=given)
+        use_dilated_attention(each, {**DILATED, "sliding_layers": "own"})
+        assert (each(ids, attention_mask=given).logits[is_token] - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_mixed_model_generates_the_tokens_of_sdpa(cache: str) -> None:
+    ids, kinds = tokens(2, 19), ["sliding_attention", "full_attention"]
+    sdpa, each = (made(gemma3, layer_types=kinds, attn_implementation="sdpa") for _ in range(2))
+    use_dilated_attention(each, {**FULL, "sliding_layers": "own"})
+    how = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True, "cache_implementation": cache}
+    expected, actual = (
+        model.generate(ids, attention_mask=MASKS["left"][:2], **how) for model in (sdpa, each)
+    )
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -606,8 +736,10 @@ def blocks(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
     ids=lambda value: "",
 )
 def test_masks_that_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
+    mask = dilated_attention_mask(**{"batch_size": 2, "q_length": 6, "kv_length": 6, **options})
+    x = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match=message):  # where a layer uses it: a model may have none that does
+        dilated_attention_forward(layer(), x, x, x, mask)
 
 
 PACKED = torch.tensor([0, 4, 10])

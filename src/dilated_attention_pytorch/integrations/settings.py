@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ..checks import check_execution
+from ..core.blocks import check_flags
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import DilatedSpec
+from ..spec import Branches, DilatedSpec, branches_for, one_of, positive_int
 
 REQUIRED = ("segment_lengths", "dilation_rates")
 SPEC = (*REQUIRED, "head_mixing", "head_offsets", "tail", "detach_mixing")
@@ -17,6 +23,8 @@ EXECUTION = {
     "memory": "fresh",
     "use_pattern_cache": True,
 }
+# Of whole models, beside those of an attention.
+MODEL = ("max_length", "allow_isolated_segments", "sliding_layers")
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,12 +34,7 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     `detach_mixing`, `kernel`, `workspace_bytes`, `memory` and `use_pattern_cache` are optional. Scale,
     causality and dropout are not settings: the model decides on them.
     """
-    if not isinstance(settings, Mapping):
-        raise TypeError(f"settings of dilated attention must be a dict, got {type(settings).__name__}")
-    known = (*SPEC, *EXECUTION)
-    unknown = ", ".join(repr(key) for key in settings if key not in known)
-    if unknown:
-        raise ValueError(f"settings of dilated attention must be among {', '.join(known)}, got {unknown}")
+    _check_names(settings, (*SPEC, *EXECUTION))
     missing = " and ".join(key for key in REQUIRED if key not in settings)
     if missing:
         raise ValueError(
@@ -40,3 +43,69 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     spec = DilatedSpec(**{key: settings[key] for key in SPEC if key in settings})
     check_execution(**{key: settings.get(key, default) for key, default in EXECUTION.items()})
     return {**settings, **{key: list(getattr(spec, key)) for key in REQUIRED}}
+
+
+def check_model_settings(
+    settings: Mapping[str, Any], max_length: int | None = None, num_heads: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of a model: keywords of `dilated_attention`, and those of `MODEL` with their defaults.
+
+    Without `segment_lengths` and `dilation_rates` the branches are those of `branches_for`, for
+    `settings["max_length"]` or else for `max_length`, the longest input that the model's config names.
+    `allow_isolated_segments` silences `warn_isolated`; `sliding_layers` says whether layers with a sliding
+    window are refused, "refuse", or keep their own attention, "own".
+    """
+    _check_names(settings, (*SPEC, *MODEL, *EXECUTION))
+    defaults = {"max_length": max_length, "allow_isolated_segments": False, "sliding_layers": "refuse"}
+    of_model: dict[str, Any] = {key: settings.get(key, default) for key, default in defaults.items()}
+    check_flags(allow_isolated_segments=of_model["allow_isolated_segments"])
+    one_of("sliding_layers", of_model["sliding_layers"], ("refuse", "own"))
+    rest = {key: value for key, value in settings.items() if key not in MODEL}
+    if of_model["max_length"] is not None:
+        length = positive_int("max_length", of_model["max_length"])
+        if not any(key in settings for key in REQUIRED):
+            rest |= dict(zip(REQUIRED, _branches(length, num_heads), strict=True))
+    elif not any(key in settings for key in REQUIRED):
+        raise ValueError(
+            "settings of dilated attention must include max_length, or segment_lengths and dilation_rates, "
+            "where the model's config has no max_position_embeddings, got neither"
+        )
+    return check_settings(rest), of_model
+
+
+def plain_settings(settings: Mapping[str, Any], max_length: int | None) -> dict[str, Any]:
+    """Valid settings of a model as data that JSON knows; the length is kept where it makes the branches."""
+    branches, of_model = check_model_settings(settings, max_length)
+    if any(key in settings for key in REQUIRED):
+        return {**settings, **{key: branches[key] for key in REQUIRED}}
+    return {**settings, "max_length": of_model["max_length"]}
+
+
+@lru_cache  # so that what `branches_for` warns of is said once, and not by every layer
+def _branches(max_length: int, num_heads: int | None) -> Branches:
+    return branches_for(max_length, num_heads)
+
+
+def warn_isolated(owner: object, n: int, longest: int) -> None:
+    """Warns, once for each owner and power of two of n, that n tokens do not fit into a segment."""
+    if n <= longest or torch.compiler.is_compiling():
+        return
+    seen = vars(owner).setdefault("_warned_of_isolation", set())
+    if n.bit_length() not in seen:
+        seen.add(n.bit_length())
+        warnings.warn(
+            f"{n} tokens exceed the longest segment, {longest}: tokens in different segments never meet. "
+            f"Set max_length={n} (or segment_lengths that span it), or allow_isolated_segments=True",
+            stacklevel=2,
+        )
+
+
+def _check_names(settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"settings of dilated attention must be a dict, got {type(settings).__name__}")
+    unknown = [key for key in settings if key not in known]
+    if not unknown:
+        return
+    near = difflib.get_close_matches(str(unknown[0]), known, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"They must be among {', '.join(known)}"
+    raise ValueError(f"dilated settings have no {', '.join(map(repr, unknown))}. {hint}")

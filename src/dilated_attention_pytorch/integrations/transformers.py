@@ -1,17 +1,19 @@
 """`attn_implementation="dilated"` for models of Hugging Face transformers.
 
-    from dilated_attention_pytorch.integrations.transformers import register
+    from dilated_attention_pytorch.integrations.transformers import load, register
 
     register()
-    config.dilated_attention = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
+    config.dilated_attention = {"max_length": 32768}
     model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="dilated")
+    model.save_pretrained(path)
+    model = load(AutoModelForCausalLM, path)
 
 Nothing of transformers is imported before `register` is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,15 +22,16 @@ from torch import Tensor, nn
 from ..core.tracing import uncompiled
 from ..ops import document_bounds
 from ..ring import group_size
-from .settings import check_settings
-from .token_rows import attend_new, attend_rows
+from .settings import check_model_settings, plain_settings, warn_isolated
+from .token_mask import SLIDING_WINDOW, TokenMask, dilated_attention_mask
+from .token_rows import attend_new, attend_rows, longest_row
 
 # Settings that no new token of a causal sequence can feel: `attend_last` does not take them.
 WITHOUT_EFFECT_ON_NEW = ("tail", "detach_mixing", "memory", "use_pattern_cache")
 
 # What models hand to their attention that changes its result, and that dilated attention has no place for.
 REFUSED = {
-    "sliding_window": "a sliding window (segments take its place: switch it off in the config)",
+    "sliding_window": SLIDING_WINDOW,
     "softcap": "soft capping of the scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
@@ -42,7 +45,7 @@ REFUSED = {
 def register(name: str = "dilated") -> None:
     """Makes `attn_implementation=name` known to transformers, with its mask function. May be repeated.
 
-    Models then read `config.dilated_attention`, see `check_settings`. Raises ImportError without
+    Models then read `config.dilated_attention`, see `check_model_settings`. Raises ImportError without
     transformers, and ValueError for the name of another implementation.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -66,14 +69,13 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
 
     Args:
         model: a `PreTrainedModel`.
-        settings: what `config.dilated_attention` will hold, see `check_settings`.
+        settings: what `config.dilated_attention` will hold, see `check_model_settings`.
         name: under which to register.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
-    plain = check_settings(settings)
     register(name)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     fixed = [type(each).__name__ for each in models if not each._can_set_attn_implementation()]
@@ -81,73 +83,37 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
         raise ValueError(
             f"model must take its attention from transformers' AttentionInterface, got {', '.join(fixed)}"
         )
-    for each in models:
-        each.config.dilated_attention = dict(plain)
+    longest = [_longest_input(each.config, model.config, model.config.get_text_config()) for each in models]
+    plain = [plain_settings(settings, length) for length in longest]
+    for each, data in zip(models, plain, strict=True):
+        each.config.dilated_attention = data
+        each.config.attn_implementation = name  # as `_settings_of` does
     model.set_attn_implementation(name)
 
 
-@uncompiled
-def dilated_attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
-    """What transformers calls to make the mask that `dilated_attention_forward` gets.
+def load(
+    model_class: Any,
+    path: Any,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    name: str = "dilated",
+    **options: Any,
+) -> Any:
+    """A pretrained model with dilated attention, in all of its sub-models.
 
-    Returns:
-        None where all kv_length positions are tokens; or a bool mask (b, tokens so far), True at tokens and
-        False at padding, which is shorter than the keys of a static cache; or an int32 mask (b, n), the
-        number of the document of each token, where position_ids pack several into a row.
+    Args:
+        model_class: a model class of transformers or one of its Auto classes.
+        path, options: of its `from_pretrained`.
+        settings: see `check_model_settings`; by default those that the model was saved with.
+        name: under which to register.
     """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    for name, value in {"local_size": local_size, "kv_offset": kv_offset or None}.items():
-        if value is not None:
-            window = REFUSED["sliding_window"]
-            raise ValueError(f"dilated attention cannot honour {window}, got {name}={value}")
-    if use_vmap:
-        raise ValueError("dilated attention cannot honour a mask function of the model's own")
-    end = int(q_offset) + q_length  # of the tokens so far; a static cache has room for more
-    if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
-        if not q_length == end == kv_length or attention_mask is not None:
-            raise ValueError("dilated attention cannot honour a mask function of the model's own")
-        return _documents(mask_function, batch_size, kv_length, device)
-    if end > kv_length or (mask_function is bidirectional_mask_function and end != kv_length):
-        raise ValueError(
-            f"dilated attention has no cross attention, got {q_length} queries and {kv_length} keys"
-        )
-    if attention_mask is None:
-        return None if end == kv_length else torch.ones(batch_size, end, dtype=torch.bool, device=device)
-    if attention_mask.shape[1] < end or bool(attention_mask[:, end:].any()):
-        raise ValueError(
-            f"attention_mask must cover the {end} tokens so far, those in the cache too, and no others, "
-            f"got shape {tuple(attention_mask.shape)}"
-        )
-    mask = attention_mask[:, :end].bool()
-    return None if end == kv_length and bool(mask.all()) else mask
-
-
-def _documents(
-    mask_function: Callable[..., Any], b: int, n: int, device: torch.device | str
-) -> Tensor | None:
-    """Numbers of the documents (b, n) of a mask that is causal within each; other masks are refused."""
-    rows = torch.arange(b, device=device)[:, None]
-    here = torch.arange(n, device=device)[None].expand(b, n)
-    joined = mask_function(rows, 0, here[:, 1:], here[:, :-1]).expand(b, n - 1)
-    ahead = mask_function(rows, 0, here[:, :-1], here[:, 1:])
-    is_first = torch.cat([torch.ones_like(rows, dtype=torch.bool), ~joined], 1)
-    starts = torch.where(is_first, here, 0).cummax(1).values
-    if bool(ahead.any()) or not bool(mask_function(rows, 0, here, starts).all()):
-        raise ValueError("dilated attention cannot honour a mask that is not causal within documents")
-    return None if bool(joined.all()) else is_first.cumsum(1, dtype=torch.int32)
+    register(name)
+    model = model_class.from_pretrained(path, attn_implementation=name, **options)
+    found = getattr(model.config, "dilated_attention", None) if settings is None else settings
+    if found is None:
+        raise ValueError(f"settings must be given where a model was saved without them, got none in {path}")
+    use_dilated_attention(model, found, name=name)
+    return model
 
 
 def dilated_attention_forward(
@@ -155,7 +121,7 @@ def dilated_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | TokenMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -168,20 +134,28 @@ def dilated_attention_forward(
         query: (b, h, n, d), the last n of N positions.
         key, value: (b, h_kv, N, d), values may have fewer features; what lies beyond the mask's length is
             the unused room of a static cache.
-        attention_mask: what `dilated_attention_mask` returns.
+        attention_mask: what `dilated_attention_mask` returns, or such tokens as a `TokenMask` has.
         dropout, scaling: of the probabilities and of the scores; 0 and 1 / sqrt(d) by default.
-        is_causal: by default what the module says.
+        is_causal: where no `TokenMask` tells; by default what the module says.
 
     Returns:
-        (out (b, n, h, d) with the features of the values, None). Padding gives zeros.
+        (out (b, n, h, d) with the features of the values, None). Padding gives zeros, but for the first place
+        of a row that is not causal, see `token_rows`.
 
     The segments of a row count its tokens: padding, on either side or between, takes no place in them. With
     n == N, and whenever a gradient is needed, this is `dilated_attention`; else the new tokens read only the
     keys that their segments select.
     """
+    if isinstance(attention_mask, TokenMask):
+        if attention_mask.refusal is not None:
+            raise ValueError(attention_mask.refusal)
+        if attention_mask.pairs is not None:
+            return _attend_own(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        is_causal, attention_mask = attention_mask.is_causal, attention_mask.tokens
     _refuse(module, query, kwargs)
-    settings = {**check_settings(_settings_of(module)), "scale": scaling}
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    branches, of_model = _settings_of(module, query.shape[1])
+    settings = {**branches, "scale": scaling}
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     features = value.shape[-1]
     if features < query.shape[-1]:  # multi-head latent attention
         value = nn.functional.pad(value, (0, query.shape[-1] - features))
@@ -192,6 +166,9 @@ def dilated_attention_forward(
     n, total = q.shape[1], k.shape[1]
     if n > total or (n < total and not causal):
         raise ValueError(f"dilated attention has no cross attention, got {n} queries and {total} keys")
+    longest = max(settings["segment_lengths"])
+    if total > longest and not (of_model["allow_isolated_segments"] or torch.compiler.is_compiling()):
+        warn_isolated(module, longest_row(mask, total), longest)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if n == total or needs_gradient or dropout:
         if n < total:
@@ -200,6 +177,24 @@ def dilated_attention_forward(
         return out[:, total - n :, :, :features], None
     options = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT_ON_NEW}
     return attend_new(q, k, v, mask, **options)[..., :features], None
+
+
+def _attend_own(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TokenMask,
+    dropout: float,
+    scaling: float | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """A layer that keeps its window: torch's attention over the pairs that the mask has."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse(module, query, {**kwargs, "sliding_window": None})
+    out, _ = sdpa_attention_forward(module, query, key, value, mask.pairs, dropout=dropout, scaling=scaling)
+    return out, None
 
 
 def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None:
@@ -220,16 +215,23 @@ def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None
         )
 
 
-def _settings_of(module: nn.Module) -> Mapping[str, Any]:
-    config = getattr(module, "config", None)
+def _settings_of(module: nn.Module, num_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    config: Any = getattr(module, "config", None)
     settings: Mapping[str, Any] | None = getattr(config, "dilated_attention", None)
     if settings is None:
         raise ValueError(
-            "dilated attention needs its settings, as in config.dilated_attention = "
-            '{"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}, '
+            'dilated attention needs its settings, as in config.dilated_attention = {"max_length": 32768}, '
             f"got none in the {type(config).__name__} of {type(module).__name__}"
         )
-    return settings
+    if not torch.compiler.is_compiling():  # saved with the config, and obeyed when it is loaded
+        config.attn_implementation = getattr(config, "_attn_implementation", "dilated")
+    return check_model_settings(settings, _longest_input(config), num_heads)
+
+
+def _longest_input(*configs: Any) -> int | None:
+    """max_position_embeddings of the first config that has it; some have it without a use, and not whole."""
+    found = (getattr(each, "max_position_embeddings", None) for each in configs)
+    return next((length for length in found if isinstance(length, int) and length > 0), None)
 
 
 def _check_mask(
