@@ -368,7 +368,7 @@ SHORT = {"segment_lengths": [4, 16], "dilation_rates": [1, 2]}
 
 def test_isolated_segments_are_told_once_a_module_and_length_class() -> None:
     each = made(llama, SHORT, num_hidden_layers=1)
-    message = r"^19 tokens exceed the longest segment, 16: .* never meet\. Set max_length=19 .* allow_isol"
+    message = r"^19 tokens exceed the longest segment, 16: .* never meet\. Give max_length=19 .* allow_isol"
     with pytest.warns(UserWarning, match=message):
         each(tokens(1, 19))
     each(tokens(1, 20))  # warnings are errors here

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-
-import torch
 
 from ..checks import check_execution
 from ..core.blocks import check_flags
@@ -84,20 +81,6 @@ def plain_settings(settings: Mapping[str, Any], max_length: int | None) -> dict[
 @lru_cache  # so that what `branches_for` warns of is said once, and not by every layer
 def _branches(max_length: int, num_heads: int | None) -> Branches:
     return branches_for(max_length, num_heads)
-
-
-def warn_isolated(owner: object, n: int, longest: int) -> None:
-    """Warns, once for each owner and power of two of n, that n tokens do not fit into a segment."""
-    if n <= longest or torch.compiler.is_compiling():
-        return
-    seen = vars(owner).setdefault("_warned_of_isolation", set())
-    if n.bit_length() not in seen:
-        seen.add(n.bit_length())
-        warnings.warn(
-            f"{n} tokens exceed the longest segment, {longest}: tokens in different segments never meet. "
-            f"Set max_length={n} (or segment_lengths that span it), or allow_isolated_segments=True",
-            stacklevel=2,
-        )
 
 
 def _check_names(settings: Mapping[str, Any], known: tuple[str, ...]) -> None:

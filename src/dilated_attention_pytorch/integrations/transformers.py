@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import uncompiled
+from ..modules.skin import warn_isolated
 from ..ops import document_bounds
 from ..ring import group_size
-from .settings import check_model_settings, plain_settings, warn_isolated
+from .settings import check_model_settings, plain_settings
 from .token_mask import SLIDING_WINDOW, TokenMask, dilated_attention_mask
 from .token_rows import attend_new, attend_rows, longest_row
 

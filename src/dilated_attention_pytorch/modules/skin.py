@@ -33,12 +33,19 @@ def one_dropout(attention_dropout: float, dropout: float | None) -> float:
     return attention_dropout if dropout is None else dropout
 
 
-def describe_isolated(n: int, longest: int) -> str:
-    return (
-        f"{n} tokens exceed the longest segment, {longest}: tokens in different segments, such as "
-        f"{longest - 1} and {longest}, never meet. Give max_length={n} or segments that span it; "
-        "allow_isolated_segments=True accepts it without this warning"
-    )
+def warn_isolated(owner: object, n: int, longest: int) -> None:
+    """Warns, once for each owner and doubling of n, that n tokens do not fit into one segment."""
+    if n <= longest or torch.compiler.is_compiling():
+        return
+    seen: set[int] = vars(owner).setdefault("_warned", set())
+    if n.bit_length() not in seen:
+        seen.add(n.bit_length())
+        warnings.warn(
+            f"{n} tokens exceed the longest segment, {longest}: tokens in different segments, such as "
+            f"{longest - 1} and {longest}, never meet. Give max_length={n} or segments that span it; "
+            "allow_isolated_segments=True accepts it without this warning",
+            stacklevel=2,
+        )
 
 
 def keyword_names(made: type) -> frozenset[str]:
@@ -98,7 +105,7 @@ class AttentionSkin(nn.Module):
         )
         self.spec = spec
         self.allow_isolated_segments = allow_isolated_segments
-        self._warned: set[int] = set()  # classes of lengths
+        self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
         self.kernel = kernel
@@ -144,11 +151,8 @@ class AttentionSkin(nn.Module):
     def warn_isolated(self, n: int) -> None:
         """Warns, once for each doubling of n, where segments separate the tokens of a sequence."""
         longest = self.longest_segment
-        if torch.compiler.is_compiling() or self.allow_isolated_segments or longest is None or n <= longest:
-            return
-        if n.bit_length() not in self._warned:
-            self._warned.add(n.bit_length())
-            warnings.warn(describe_isolated(n, longest), stacklevel=2)
+        if longest is not None and not self.allow_isolated_segments:
+            warn_isolated(self, n, longest)
 
     @property
     def is_sharded(self) -> bool:
