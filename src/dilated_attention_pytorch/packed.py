@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import engine
+from .core.workspace import Workspace
 from .engine import Inputs, Merged
 from .plan import Plan, Shape
 from .spec import DilatedSpec
@@ -130,5 +133,13 @@ def _batches(documents: Documents, inputs: Inputs) -> Iterator[tuple[Batch, Inpu
         if inputs.key_mask is not None:
             mask = batch.gather("docs_mask", inputs.key_mask, inputs)
         seed = engine.scatter(inputs.seed + number)
-        own = replace(inputs, q=q, k=k, v=v, key_mask=mask, seed=seed, hides_zeros=inputs.key_mask is None)
-        yield batch, own
+        hides_zeros, scratch = inputs.key_mask is None, _results_in_scratch(inputs.workspace)
+        own: dict[str, Any] = {"q": q, "k": k, "v": v, "key_mask": mask, "seed": seed}
+        yield batch, replace(inputs, **own, hides_zeros=hides_zeros, workspace=scratch)
+
+
+def _results_in_scratch(workspace: Workspace) -> Workspace:
+    """The same scratch, with the results of one batch in it: fresh memory would cost more than the copies."""
+    own, numbers = copy(workspace), count()
+    own.make_result = lambda *size: workspace.take(f"docs_result_{next(numbers)}", *size)
+    return own

@@ -46,8 +46,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     )
     if how.mask is not None:
         blind = ~_rows_that_see(how.mask, q, how)
-        lse.masked_fill_(blind, -math.inf)
-        out.masked_fill_(blind.unsqueeze(-1), 0.0)  # not so where the query is NaN
+        if bool(blind.any()):
+            lse.masked_fill_(blind, -math.inf)
+            out.masked_fill_(blind.unsqueeze(-1), 0.0)  # not so where the query is NaN
     # 0 by right, or because all scores of the row were NaN or -inf; inf or NaN where one was inf or NaN
     if bool((lse == 0).any()) or not math.isfinite(lse.sum().item()):
         odd = (lse == 0) & ~out.any(-1) | (lse == math.inf) | lse.isnan()
