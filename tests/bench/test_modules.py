@@ -23,7 +23,6 @@ from dilated_attention_pytorch.bench.module_candidates import ENTRIES, Causal, e
 from dilated_attention_pytorch.bench.module_cases import CompareCase, ModuleConfig
 from dilated_attention_pytorch.bench.module_gate import (
     check_candidate,
-    join_spans,
     make_inputs,
     rows_error,
     run_candidate,
@@ -114,10 +113,6 @@ def test_gradients_outside_of_the_rows_reach_count() -> None:
         error = rows_error(entry, CONFIG, tensors, results, rows)
         assert error is not None
         assert error >= 1.0
-
-
-def test_spans_are_joined() -> None:
-    assert join_spans([(8, 16), (0, 4), (12, 20), (4, 6)]) == [(0, 4), (4, 6), (8, 20)]
 
 
 @pytest.mark.parametrize(

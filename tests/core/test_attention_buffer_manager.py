@@ -117,11 +117,11 @@ def test_config_fields_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"typical_size_mb": 0}, ValueError, "typical_size_mb must be positive and finite, got 0"),
+        ({"typical_size_mb": 0}, ValueError, r"typical_size_mb must be positive and below 2\*\*62, got 0"),
         (
             {"typical_size_mb": float("nan")},
             ValueError,
-            "typical_size_mb must be positive and finite, got nan",
+            r"typical_size_mb must be positive and below 2\*\*62, got nan",
         ),
         ({"typical_size_mb": "4"}, TypeError, "typical_size_mb must be a number, got '4'"),
         ({"reuse_frequency": "often"}, ValueError, "reuse_frequency must be one of .* got 'often'"),

@@ -27,6 +27,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 CUT_OFF = """[...document.querySelectorAll(".wide")].filter(x => x.scrollWidth > x.clientWidth)
   .map(x => x.innerText.slice(0, 60))"""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.stem != "transformers")  # of the bench
 SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
@@ -133,7 +134,7 @@ def test_page_is_whole_and_quiet(
     assert set(tab.requests()) - {"data:,"} == {path.as_uri()}
 
 
-@pytest.mark.parametrize("record", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     page.write_text(to_page(from_json(record.read_text())), encoding="utf-8")

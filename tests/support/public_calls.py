@@ -510,7 +510,10 @@ ENTRIES: dict[str, Entry] = {
         {"src": EMBEDDED},
         defaults("src_is_causal tgt_is_causal", tgt=EMBEDDED, src_key_padding_mask=MASK),
     ),
-    "LongNetConfig": Entry(package.LongNetConfig, MODEL, defaults(SETTINGS)),
+    **{
+        name: Entry(getattr(package, name), MODEL, defaults(SETTINGS))
+        for name in ("LongNetConfig", "LongNetEncoderConfig", "LongNetDecoderConfig")
+    },
     "LongNetLMConfig": Entry(
         package.LongNetLMConfig,
         {**MODEL, "vocab_size": 7},

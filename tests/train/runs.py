@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "nhead": 2,
     "num_layers": 2,
     "dim_feedforward": 48,
-    "segment_lengths": (16, 40),
+    "segment_lengths": (16, 64),
     "dilation_rates": (1, 2),
     "context_length": 61,
     "batch_size": 4,

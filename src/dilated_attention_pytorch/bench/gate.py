@@ -151,17 +151,17 @@ def rows_error(call: Call, results: Results) -> float:
     expected = [torch.zeros_like(x, dtype=torch.float64) for x in results.gradients]
     errors = []
     for batch, t in call.rows:
-        lo, hi = reach(call.config, call.q.shape[1], t)
-        leaves = [call.q[batch, t], call.k[batch, lo:hi], call.v[batch, lo:hi]]
-        leaves = [x.double().requires_grad_() for x in leaves]
-        out, lse = attend_row(call.config, *leaves, t=t, lo=lo)
+        keys, counts = met_keys(call.config, call.q.shape[1], t)
+        given = (call.q[batch, t], call.k[batch, keys], call.v[batch, keys])
+        q, k, v = leaves = [x.double().requires_grad_() for x in given]
+        out, lse = attend_counted(q, k, v, counts)
         errors.append(largest_error(results.out[batch, t], out))
         errors.append(largest_error(results.lse[batch, :, t], lse))
         if call.grad_out is not None:
             dq, dk, dv = torch.autograd.grad(out, leaves, call.grad_out[batch, t].double())
             expected[0][batch, t] += dq
-            expected[1][batch, lo:hi] += dk
-            expected[2][batch, lo:hi] += dv
+            expected[1][batch, keys] += dk
+            expected[2][batch, keys] += dv
     errors += [largest_error(*pair) for pair in zip(results.gradients, expected, strict=True)]
     return max(errors)
 
@@ -169,6 +169,14 @@ def rows_error(call: Call, results: Results) -> float:
 def attend_row(config: Config, q: Tensor, k: Tensor, v: Tensor, *, t: int, lo: int) -> tuple[Tensor, Tensor]:
     """out (h, d) and lse (h,) of the query q (h, d) at position `t`; k and v (m, h, d) start at `lo`."""
     return attend_counted(q, k, v, count_keys(config, t, lo, lo + k.shape[0]))
+
+
+def met_keys(config: Config, n: int, t: int) -> tuple[Tensor, Tensor]:
+    """The keys (m,) that the query at position `t` meets in some head, and how often each does: (h, m)."""
+    lo, hi = reach(config, n, t)
+    counts = count_keys(config, t, lo, hi)
+    keys = counts.any(0).nonzero()[:, 0]
+    return lo + keys, counts[:, keys]
 
 
 def count_keys(config: Config, t: int, lo: int, hi: int) -> Tensor:

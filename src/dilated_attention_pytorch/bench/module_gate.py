@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..plan import BlockPattern
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from .config import Config
-from .gate import TOLERANCES, accept, attend_counted, choose_places, count_keys, largest_error, reach
+from .gate import TOLERANCES, accept, attend_counted, choose_places, largest_error, met_keys
 from .module_candidates import Attend, Causal, Entry, entry_of
 from .module_cases import CompareCase, ModuleConfig
 from .peers import window_mask
@@ -181,54 +181,40 @@ def rows_error(
     pattern = make_pattern(config, len(q)) if entry.kind == "block-sparse" else None
     dilated = Config(config.h, config.d, (len(q),), (1,), config.is_causal)  # which is dense attention
     dilated = dilated if entry.kind == "dense" else config.dilated
-    counted = {t: _count_row(pattern or dilated, len(q), t) for t in rows}
-    spans = join_spans((lo, hi) for lo, hi, _ in counted.values())
-    sums = {span: torch.zeros(2, span[1] - span[0], *q.shape[1:], dtype=torch.float64) for span in spans}
+    counted = {t: _met_keys(pattern or dilated, len(q), t) for t in rows}
+    met = torch.unique(torch.cat([keys for keys, _ in counted.values()]))
+    sums = torch.zeros(2, len(met), *q.shape[1:], dtype=torch.float64) if gradients else None
     errors = []
-    for t, (lo, hi, counts) in counted.items():
-        query, keys, values = leaves = [x.double().requires_grad_() for x in (q[t], k[lo:hi], v[lo:hi])]
-        row, _ = attend_counted(query, keys, values, counts)
+    for t, (keys, counts) in counted.items():
+        query, key, value = leaves = [x.double().requires_grad_() for x in (q[t], k[keys], v[keys])]
+        row, _ = attend_counted(query, key, value, counts)
         errors.append(largest_error(out[t], row))
-        if gradients:
+        if sums is not None:
             dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[0][t].double())
             errors.append(largest_error(gradients[0][t], dq))
-            first, last = next(span for span in spans if span[0] <= lo and hi <= span[1])
-            sums[first, last][:, lo - first : hi - first] += torch.stack(of_keys)
-    if gradients:
-        errors.append(_largest_outside(gradients[0], [(t, t + 1) for t in rows]))
-        for which, gradient in enumerate(gradients[1:]):
-            errors += [largest_error(gradient[lo:hi], sums[lo, hi][which]) for lo, hi in spans]
-            errors.append(_largest_outside(gradient, spans))
+            sums[:, torch.searchsorted(met, keys)] += torch.stack(of_keys)
+    if sums is not None:
+        errors.append(_largest_outside(gradients[0], torch.tensor(rows)))
+        for gradient, expected in zip(gradients[1:], sums, strict=True):
+            errors += [largest_error(gradient[met], expected), _largest_outside(gradient, met)]
     return max(errors)
 
 
-def _count_row(definition: BlockPattern | Config, n: int, t: int) -> tuple[int, int, Tensor]:
-    """The keys from `lo` to `hi` that the query at `t` may meet, and how often each head does."""
+def _met_keys(definition: BlockPattern | Config, n: int, t: int) -> tuple[Tensor, Tensor]:
+    """The keys (m,) that the query at `t` meets, in order, and how often each head does, (h, m)."""
     if isinstance(definition, Config):
-        lo, hi = reach(definition, n, t)
-        return lo, hi, count_keys(definition, t, lo, hi)
+        return met_keys(definition, n, t)
     keys = visible_keys(definition, 0, t)  # these patterns have one layout for all heads
-    lo, hi = int(keys.min()), int(keys.max()) + 1
-    counts = torch.zeros(1, hi - lo, dtype=torch.float64)
-    counts[:, keys - lo] = 1.0
-    return lo, hi, counts
+    return keys, torch.ones(1, len(keys), dtype=torch.float64)
 
 
-def join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of half-open spans, as disjoint ones in order."""
-    joined: list[tuple[int, int]] = []
-    for lo, hi in sorted(spans):
-        if joined and lo < joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(hi, joined[-1][1]))
-        else:
-            joined.append((lo, hi))
-    return joined
-
-
-def _largest_outside(x: Tensor, spans: Sequence[tuple[int, int]]) -> float:
-    """The largest magnitude outside of spans, where there should be zeros; without a copy of x."""
-    ends = [0, *(hi for _, hi in spans)]
-    starts = [*(lo for lo, _ in spans), len(x)]
-    gaps = [x[lo:hi] for lo, hi in zip(ends, starts, strict=True) if lo < hi]
-    largest = [max(gap.max().item(), -gap.min().item()) for gap in gaps]
+def _largest_outside(x: Tensor, rows: Tensor) -> float:
+    """The largest magnitude in other rows, where there should be zeros; in parts, without a copy of x."""
+    outside = torch.ones(len(x), dtype=torch.bool)
+    outside[rows] = False
+    largest = [part[where].abs().amax().item() for part, where in _parts(x, outside) if where.any()]
     return max((math.inf if math.isnan(value) else value for value in largest), default=0.0)
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(x, 2**16) for x in tensors), strict=True)

@@ -72,7 +72,7 @@ class BufferConfig:
         if isinstance(size, bool) or not isinstance(size, (int, float)):
             raise TypeError(f"typical_size_mb must be a number, got {size!r}")
         if not 0 < size < 2**62:
-            raise ValueError(f"typical_size_mb must be positive and finite, below 2**62, got {size}")
+            raise ValueError(f"typical_size_mb must be positive and below 2**62, got {size}")
         for name, known in (("reuse_frequency", Frequency), ("lifetime", Lifetime)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
