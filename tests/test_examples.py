@@ -112,3 +112,9 @@ def test_example_explains_itself(
     assert end.value.code == 0
     assert f"examples/{example.name}" in capsys.readouterr().out
     assert any(f"examples/{example.name}" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_packed_documents_are_checked_and_timed() -> None:
+    sizes = ("--documents", "60", "--length", "600", "--rounds", "1")
+    text = run_example("../benchmarks/packed_documents.py", *sizes)
+    assert len(re.findall(r"one document .*: \d+\.\d\d \((?:not )?met: 1\.5\); right within \de-", text)) == 4
