@@ -86,7 +86,8 @@ def main() -> None:
         print(plan)
         print(f"largest difference from one process: out {error:.1e}, gradients {gradient_error:.1e}")
     dist.barrier()
-    print(f"rank {rank}: {q.shape[1]} tokens, received {received} bytes, planned {plan.received_bytes(rank)}")
+    line = f"rank {rank}: {q.shape[1]} tokens, received {received} bytes, planned {plan.received_bytes(rank)}"
+    print(f"{line}\n", end="")  # in one piece: torchrun's ranks write unbuffered, and at the same time
     dist.destroy_process_group()
 
 

@@ -156,7 +156,8 @@ def smaller_tiles_make_room() -> None:
 def production_recovers_unless_told_not_to() -> None:
     def make_ring(**options: Any) -> DilatedAttention:
         branches = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}
-        return RingDilatedAttentionProduction(**branches, workspace_bytes=ROOMY, **options)
+        given = {"workspace_bytes": ROOMY, "allow_isolated_segments": True, **branches}
+        return RingDilatedAttentionProduction(**given, **options)
 
     freed, x = Freed(), inputs(LONG)
     expected = attend(make(), x)
