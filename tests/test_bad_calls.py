@@ -149,7 +149,6 @@ def test_options_that_nest_too_deeply() -> None:
 
 
 def test_a_config_of_many_layers_beside_the_weights_of_two(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     models = {
         "num_layers": package.LongNetLM(7, num_layers=2, **MODEL),
         "num_decoder_layers": package.LongNet(**MODEL, num_encoder_layers=2, num_decoder_layers=2),
