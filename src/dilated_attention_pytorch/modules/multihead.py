@@ -85,10 +85,10 @@ class MultiheadDilatedAttention(MultiheadSkin):
         refuse_unknown(type(self).__name__, attention_options, self.option_names())
         if "attention_dropout" in attention_options and dropout == 0.0:
             dropout = None  # not given, so that the other name decides
-        # Without device and dtype: there they say what inputs must have, which autocast and .to() change.
         segment_lengths, dilation_rates = resolve_branches(
             segment_lengths, dilation_rates, max_length, num_heads
         )
+        # Without device and dtype: there they say what inputs must have, which autocast and .to() change.
         make: Callable[..., AttentionSkin] = self._attention_class
         attention = make(
             segment_lengths=segment_lengths,
