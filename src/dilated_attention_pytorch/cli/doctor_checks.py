@@ -13,7 +13,7 @@ from ..bench.exactness import TOLERANCE, Check, run_checks
 from ..bench.gate import TOLERANCES
 from ..kernels import KERNELS, Request
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
-from ..sparse_spec import SparsePatternConfig
+from ..spec import SparsePatternConfig
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
 BRANCHES = ((16, 64), (1, 4))

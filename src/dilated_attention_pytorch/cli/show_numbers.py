@@ -12,8 +12,7 @@ from torch import Tensor
 from ..block_sparse import build_block_pattern
 from ..plan.heads import branch_heads
 from ..reference import multiplicity
-from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, SparsePatternConfig
 from .text import show_count
 
 MAX_PAIRS = 2**26  # of all heads and branches: about half a GiB of counts

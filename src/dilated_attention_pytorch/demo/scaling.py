@@ -17,8 +17,7 @@ from ..bench.measure import interleave
 from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..plan import BlockPattern, Shape, plan_dilated
-from ..sparse_spec import SparsePatternConfig
-from ..spec import Branches, DilatedSpec, branches_for
+from ..spec import Branches, DilatedSpec, SparsePatternConfig, branches_for
 from .memory import peak_of
 
 HEADS, HEAD_DIM = 8, 64

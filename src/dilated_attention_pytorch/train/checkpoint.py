@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..spec import parse_json
+from ..checks import parse_json
 from .ranks import Ranks
 from .storage import read_tensors, stored_sizes, write_tensors
 

@@ -19,8 +19,8 @@ from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ..checks import parse_json
 from ..flags import int_list, whole_number
-from ..spec import parse_json
 from .config import PRECISIONS, ConfigError, TrainConfig, read_settings
 
 if TYPE_CHECKING:

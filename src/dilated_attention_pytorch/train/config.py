@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..spec import branches_for, parse_json
+from ..checks import parse_json
+from ..spec import branches_for
 
 PRECISIONS = ("float32", "bfloat16")
 RING_KINDS = ("ring", "block_sparse_ring")

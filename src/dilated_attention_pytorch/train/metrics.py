@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from ..spec import parse_json
+from ..checks import parse_json
 from .config import ConfigError, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..spec import parse_json
+from ..checks import parse_json
 
 INDEX_FILE = "index.json"  # which part of which tensor is where
 
