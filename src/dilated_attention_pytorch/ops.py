@@ -269,8 +269,8 @@ _LIBRARY.define(
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-attention_op = torch.ops.dilated_attention_pytorch.attention.default
-attention_backward_op = torch.ops.dilated_attention_pytorch.attention_backward.default
+_OPS = torch.ops.dilated_attention_pytorch
+attention_op, attention_backward_op = _OPS.attention.default, _OPS.attention_backward.default
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
@@ -337,17 +337,12 @@ torch.library.register_fake("dilated_attention_pytorch::attention", _fake, lib=_
 torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fake_backward, lib=_LIBRARY)
 
 
-def _flops(direction: Pass, *args: Any) -> int:
+def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
     tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
     matmuls, pairs = work.matmuls(work.options(tensors.q, execution), tensors, direction)
     return 2 * matmuls * pairs * tensors.q.shape[-1]
 
 
-@register_flop_formula(torch.ops.dilated_attention_pytorch.attention, get_raw=True)
-def _(*args: Any, **_: Any) -> int:
-    return _flops("forward", *args)
-
-
-@register_flop_formula(torch.ops.dilated_attention_pytorch.attention_backward, get_raw=True)
-def _(*args: Any, **_: Any) -> int:
-    return _flops("backward", *args[4:])  # after the gradients, out and lse
+register_flop_formula(_OPS.attention, get_raw=True)(lambda *args, **_: _flops("forward", args))
+# The gradients, out and lse come first.
+register_flop_formula(_OPS.attention_backward, get_raw=True)(lambda *args, **_: _flops("backward", args[4:]))

@@ -229,7 +229,11 @@ class MultiheadSkin(nn.Module):
             scale=spec.scale,
             head_mixing=spec.head_mixing,
             head_offsets=spec.head_offsets,
-            execution=Execution(attention.kernel, attention.workspace_bytes),
+            execution=Execution(
+                attention.kernel,
+                attention.workspace_bytes,
+                use_pattern_cache=attention.use_pattern_cache,
+            ),
             device=device,
             dtype=dtype,
         )
