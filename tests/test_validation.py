@@ -185,6 +185,7 @@ def test_a_spec_stands_for_its_options() -> None:
     for got in (
         dilated_attention(X, X, X, spec, **of_call),
         dilated_attention(X, X, X, segment_lengths=spec, **of_call),
+        ring_dilated_attention(X, X, X, spec, **of_call),
         dilated_attention_reference(X, X, X, spec, key_mask=mask, return_lse=True),
     ):
         for a, b in zip(got, expected, strict=True):
