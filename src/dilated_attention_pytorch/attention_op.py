@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from .checks import autocasts, check_positive_int
-from .core.host_memory import describe_bytes, is_out_of_memory
-from .core.relief import out_of_memory, release_idle_memory
-from .core.sources import check_memory, find_source, retries
+from .core.attention_buffer_manager import check_memory, find_source, retries
+from .core.host_memory import describe_bytes, is_out_of_memory, out_of_memory
+from .core.process import release_idle_memory
 from .core.workspace import Workspace
 from .engine import Inputs
 from .kernels import Request, check_kernel_name, choose_kernel

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import block_engine
 from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
-from .core.block_patterns import get_block_pattern_cache
+from .core.pattern_cache import get_block_pattern_cache
 from .core.workspace import Workspace
 from .engine import Merged
 from .plan import BlockPattern, BlockPlan, build_pattern, plan_blocks

@@ -1,24 +1,19 @@
-"""Scratch memory by slot, for one call at a time; kept by a pool, it is warm for the next call."""
+"""The memory that a pool keeps: scratch by slot for one call at a time, and blocks of host memory."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Slot = tuple[str, torch.dtype]
 MakeResult = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-
-
-def fill_if_deterministic(buffer: Tensor) -> Tensor:
-    """Reused memory keeps the promise that torch makes for `torch.empty` when asked to be deterministic."""
-    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if fills and torch.are_deterministic_algorithms_enabled():
-        # 255 is NaN in every floating point type, and no bool.
-        buffer.view(-1).view(torch.uint8).fill_(1 if buffer.dtype == torch.bool else 255)
-    return buffer
+SMALLEST = 512  # bytes of the smallest size class
 
 
 class Workspace:
@@ -32,7 +27,7 @@ class Workspace:
         self.make_result: MakeResult | None = None
         self.buffers: dict[Slot, Tensor] = {}
         self.taken: set[Slot] = set()  # by the present call
-        self.fresh: list[Slot] = []  # what the present call had to allocate
+        self.fresh: set[Slot] = set()  # what the present call had to allocate
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +44,7 @@ class Workspace:
             # A tensor of inference mode could not be written to outside it.
             with torch.inference_mode(False):
                 buffer = self.buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-            self.fresh.append(key)
+            self.fresh.add(key)
         elif key not in self.taken:
             fill_if_deterministic(buffer)  # what an earlier call left there
         self.taken.add(key)
@@ -66,3 +61,73 @@ class Workspace:
         self.make_result = make_result
         self.taken.clear()
         self.fresh.clear()
+
+
+@dataclass(eq=False)
+class Block:
+    """Host memory of a pool. Whether anyone uses it is asked of torch each time, never remembered."""
+
+    storage: torch.UntypedStorage
+    tag: str
+    nbytes: int
+    requested: int  # bytes of the tensor in it
+    used: int  # when it was last handed out or returned
+    returned: bool = False
+
+    def __post_init__(self) -> None:
+        self.cdata, self.address = self.storage._cdata, self.storage.data_ptr()
+
+    def has_users(self, number: Literal[0, 1]) -> bool:
+        """Whether no tensor, view or graph holds the storage, or one, and no Python storage object does."""
+        # `tensor.untyped_storage()` gives out this very Python object, which torch counts once. Python is
+        # asked twice: between the questions another thread may turn a tensor into its storage.
+        return (
+            self.references == _REFERENCES[number]
+            and torch._C._storage_Use_Count(self.cdata) == 1 + number
+            and self.references == _REFERENCES[number]
+        )
+
+    @property
+    def references(self) -> int:
+        return sys.getrefcount(self.storage)
+
+    @property
+    def is_sound(self) -> bool:
+        """Still the memory that was made: a user may have resized it or moved it to other processes."""
+        same = self.storage.nbytes() == self.nbytes and self.storage.data_ptr() == self.address
+        return same and not self.storage.is_shared()
+
+
+def tensor_in(
+    storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None
+) -> Tensor:
+    """A contiguous tensor at the first aligned place of a storage."""
+    offset = -storage.data_ptr() % alignment if alignment else 0
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def size_class(nbytes: int) -> int:
+    """Rounded up to one of four sizes between powers of two."""
+    step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
+    return max(SMALLEST, -(-nbytes // step) * step)
+
+
+def fill_if_deterministic(buffer: Tensor) -> Tensor:
+    """Reused memory keeps the promise that torch makes for `torch.empty` when asked to be deterministic."""
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if fills and torch.are_deterministic_algorithms_enabled():
+        # 255 is NaN in every floating point type, and no bool.
+        buffer.view(-1).view(torch.uint8).fill_(1 if buffer.dtype == torch.bool else 255)
+    return buffer
+
+
+def _count_references() -> tuple[int, int]:
+    """Of the storage of a block that no tensor uses, or one: torch may hold the Python object, too."""
+    block = Block(torch.empty(0, device="cpu").untyped_storage(), "", 0, 0, 0)
+    alone = block.references
+    _user = tensor_in(block.storage, (0,), torch.uint8, None)
+    return alone, block.references
+
+
+_REFERENCES = _count_references()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attention_op import check_execution
 from ..checks import check_device, check_flags, check_float_dtype, refuse_unknown
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
-from ..core.sources import FRESH, LIGHTWEIGHT, POOL
+from ..core.attention_buffer_manager import FRESH, LIGHTWEIGHT, POOL
 from ..spec import DilatedSpec
 
 _Init = TypeVar("_Init", bound=Callable[..., None])

@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ..core.sources import find_source
+from ..core.attention_buffer_manager import find_source
 from ..core.workspace import Workspace
 from .comm import Group, Ring, check_timeout, digest, find_ring
 from .rounds import check_lengths

@@ -19,7 +19,7 @@ from ..checks import (
     named_keywords,
     refuse_forward_mode,
 )
-from ..core.block_patterns import get_block_pattern_cache
+from ..core.pattern_cache import get_block_pattern_cache
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec
