@@ -173,7 +173,6 @@ def test_strategy_by_type_size_and_machine(
         buffer = manager.allocate(buffer_type, (nbytes // 4,))
         assert buffer.shape == (nbytes // 4,)
         manager.deallocate(buffer, buffer_type)
-    assert manager.get_stats()["buffer_types"][buffer_type]["strategies"] == {strategy: 2}
     assert hits_and_misses(manager) == (1, 1)
 
 
@@ -210,34 +209,6 @@ def test_five_to_ten_idle_buffers_a_type(
     buffers = [manager.allocate(buffer_type, (size,)) for size in reversed(sizes)]
     assert hits_and_misses(manager)[1] == misses + 3  # the three least recently used are gone
     assert len({buffer.data_ptr() for buffer in (held, *buffers)}) == 1 + len(buffers)
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x[0],
-        lambda x: x.detach(),
-        lambda x: x.untyped_storage(),
-        lambda x: (x * torch.ones(SHAPE, requires_grad=True)).sum(),  # a graph
-    ],
-)
-def test_whatever_sees_the_memory_delays_the_reuse(
-    manager: AttentionBufferManager, look: Callable[[Tensor], Any]
-) -> None:
-    buffer = manager.allocate("query", SHAPE).fill_(3.0)
-    view = look(buffer)
-    address = hand_back(manager, buffer, "query")
-    other = manager.allocate("query", SHAPE).fill_(5.0)
-    assert other.data_ptr() != address
-    del view, buffer, other
-    reused = [manager.allocate("query", SHAPE) for _ in range(2)]
-    assert address in {each.data_ptr() for each in reused}
-
-
-def test_types_do_not_share_idle_buffers(manager: AttentionBufferManager) -> None:
-    address = hand_back(manager, manager.allocate("query", SHAPE), "query")
-    assert manager.allocate("key", SHAPE).data_ptr() != address
-    assert manager.allocate("query", SHAPE, torch.int32).data_ptr() == address  # the same bytes
 
 
 def test_one_device_has_one_name(manager: AttentionBufferManager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,18 +487,6 @@ def test_errors_are_clear_and_change_nothing(
     assert buffer.eq(3.0).all()
     address = hand_back(manager, buffer, "query")
     assert manager.allocate("query", SHAPE).data_ptr() == address
-
-
-def test_a_buffer_beyond_the_budget() -> None:
-    manager = AttentionBufferManager(pool=MemoryPool(MIB))
-    with pytest.raises(ValueError, match=f"does not fit the pool's budget of {MIB} bytes"):
-        manager.allocate("query", (MIB,))
-    held = [manager.allocate("query", (MIB // 8,)) for _ in range(3)]  # the third has no room in the pool
-    assert len({buffer.data_ptr() for buffer in held}) == 3
-    for buffer in held:
-        manager.deallocate(buffer, "query")
-    assert manager.get_stats()["total_allocated"] <= MIB
-    assert hits_and_misses(manager) == (0, 3)
 
 
 def test_eight_threads(manager: AttentionBufferManager, monkeypatch: pytest.MonkeyPatch) -> None:

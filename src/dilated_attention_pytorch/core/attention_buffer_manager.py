@@ -101,8 +101,7 @@ class AttentionBufferManager(process.PerProcess):
         _MANAGERS[self.name] = self
 
     def _start_clean(self) -> None:
-        self._strategies: Counter[tuple[BufferType, str]] = Counter()
-        self._seconds: Counter[BufferType] = Counter()
+        self._seconds = dict.fromkeys(BufferType, 0.0)
         self._shapes: Counter[Request] = Counter()
         self._is_cold = False  # the cache was cleared, and what recurs was not yet allocated ahead
 
@@ -122,7 +121,7 @@ class AttentionBufferManager(process.PerProcess):
         self._learn(request)
         if self.enable_profiling:
             with self._lock:
-                self._seconds[request[0]] += time.perf_counter() - start  # type: ignore[assignment]
+                self._seconds[request[0]] += time.perf_counter() - start
         return buffer
 
     def deallocate(self, buffer: Tensor, buffer_type: BufferType | str) -> None:
@@ -206,23 +205,19 @@ class AttentionBufferManager(process.PerProcess):
         types: dict[str, dict[str, Any]] = {}
         for each in BufferType:
             types[each.value] = {**dict.fromkeys(_FIGURES, 0), "capacity": self.capacity(each)}
-        with self.pool._lock, self._lock:
-            pool = self.pool.get_stats()
+            if self.enable_profiling:
+                types[each.value]["seconds"] = self._seconds[each]
+        with self.pool._lock:
+            pool, idle = self.pool.get_stats(), self.pool.idle_buffers()
             for tag, counted in self.pool.figures.items():
                 figures = types[type_of(tag).value]
                 figures["cache_hits"] += counted["reuses"]
                 figures["cache_misses"] += counted["allocations"] - counted["reuses"]
                 figures["deallocations"] += counted["deallocations"]
                 figures["largest_bytes"] = max(figures["largest_bytes"], counted["largest_bytes"])
-            for tag, (number, nbytes) in self.pool.idle_buffers().items():
-                types[type_of(tag).value]["cached_buffers"] += number
-                types[type_of(tag).value]["cached_bytes"] += nbytes
-            for each in BufferType:
-                used = {name: times for (kind, name), times in self._strategies.items() if kind == each}
-                types[each.value]["strategies"] = used
-                if self.enable_profiling:
-                    types[each.value]["seconds"] = float(self._seconds[each])
-            known_shapes = len(self._shapes)
+        for tag, (number, nbytes) in idle.items():
+            types[type_of(tag).value]["cached_buffers"] += number
+            types[type_of(tag).value]["cached_bytes"] += nbytes
         kept = ("cached_buffers", "cached_bytes", "total_allocated", "peak_allocated", "evictions")
         return {
             "cache_hits": pool["reuse_count"],
@@ -231,7 +226,7 @@ class AttentionBufferManager(process.PerProcess):
             "allocations": pool["allocation_count"],
             "deallocations": pool["deallocation_count"],
             **{name: pool[name] for name in kept},
-            "known_shapes": known_shapes,
+            "known_shapes": len(self._shapes),
             "buffer_types": types,
         }
 
@@ -269,9 +264,6 @@ class AttentionBufferManager(process.PerProcess):
             ahead=ahead,
         )
         self.pool.clear(tag, keep=self.capacity(buffer_type))  # what was dropped, not returned, is idle, too
-        if not ahead:
-            with self._lock:
-                self._strategies[buffer_type, strategy] += 1
         return buffer
 
     def _learn(self, request: Request) -> None:

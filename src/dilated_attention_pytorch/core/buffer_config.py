@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from ..checks import check_alignment, check_flags, one_of
 from .host_memory import numa_nodes
-from .memory_pool import Fit
+from .workspace import Fit
 
 MIB = 2**20
 BUCKETED_BELOW, NUMA_ABOVE = 1 * MIB, 16 * MIB

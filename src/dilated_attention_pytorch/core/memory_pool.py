@@ -8,16 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import checks
+from ..checks import check_device, check_flags, check_pool_size, check_whole_number
 from .host_memory import host_memory, numa_nodes
 from .process import LOGGER, PerProcess, once, release_idle_memory, with_relief
-from .workspace import SMALLEST, Block, MakeResult, Workspace, fill_if_deterministic, size_class, tensor_in
+from .workspace import SMALLEST, Block, MakeResult, Request, Workspace, fill_if_deterministic, size_class
 
 # The C library keeps what is freed below 32 MiB for the next caller; larger buffers start as fresh pages.
 RESULT_BYTES = 32 * 2**20
@@ -25,7 +25,6 @@ LEAST_BUDGET, UNKNOWN_BUDGET = 64 * 2**20, 2**30  # the latter where the system 
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
 MOST_ASKED = 64  # blocks that a request asks whether they are idle
 CPU = torch.device("cpu")
-Fit = Literal["class", "best", "exact"]
 Idle = tuple[str, int, MutableMapping[Any, Any], Any]  # tag, bytes, and where under which key it is kept
 _CLOCK = count(1)
 
@@ -54,9 +53,9 @@ class MemoryPool(PerProcess):
         self, max_bytes: int | None = None, *, pool_size: int | None = None, enable_profiling: bool = False
     ) -> None:
         if max_bytes is not None:
-            checks.check_whole_number("max_bytes", max_bytes, SMALLEST)
-        checks.check_pool_size("pool_size", pool_size)
-        checks.check_flags(enable_profiling=enable_profiling)
+            check_whole_number("max_bytes", max_bytes, SMALLEST)
+        check_pool_size("pool_size", pool_size)
+        check_flags(enable_profiling=enable_profiling)
         self.max_bytes, self.pool_size, self.enable_profiling = max_bytes, pool_size, enable_profiling
         super().__init__()
 
@@ -79,44 +78,27 @@ class MemoryPool(PerProcess):
         device: torch.device | str = "cpu",
         *,
         zero_init: bool = False,
-        tag: str = "buffer",
-        fit: Fit = "class",
-        alignment: int | None = None,
-        pinned: bool = False,
-        numa: bool = False,
         ahead: bool = False,
+        **placement: Any,
     ) -> Tensor:
         """A contiguous tensor, uninitialised unless `zero_init`; to be returned with `deallocate` or dropped.
 
         Args:
-            tag: memory serves again only under the tag that it had before.
-            fit: "class" takes memory of the size class (at most a quarter larger), "best" the smallest that
-                fits up to twice the size, "exact" only the very size.
-            alignment: of the first element in bytes, a power of two.
-            pinned: page-locked, where the machine has a device to copy to; ordinary memory elsewhere.
-            numa: fresh memory is first touched by all threads of torch at once, which spreads it over the
-                nodes that compute with it; nothing on a host with one node.
             ahead: for a later request, and not counted as one.
+            placement: `tag`, `fit`, `alignment`, `pinned` and `numa`, as in `workspace.Request`.
 
         Raises ValueError for a buffer larger than `max_bytes`, torch.OutOfMemoryError without memory.
         """
-        shape, where = checks.check_shape(shape), checks.check_device(device) or CPU
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if not isinstance(tag, str):
-            raise TypeError(f"tag must be a string, got {tag!r}")
-        checks.check_flags(zero_init=zero_init, pinned=pinned, numa=numa, ahead=ahead)
-        checks.one_of("fit", fit, get_args(Fit))
-        checks.check_alignment(alignment)
-        pinned = pinned and where.type == "cpu" and torch.accelerator.is_available()
+        request, where = Request(shape, dtype, **placement), check_device(device) or CPU
+        check_flags(zero_init=zero_init, ahead=ahead)
+        pinned = request.pinned and where.type == "cpu" and torch.accelerator.is_available()
         if where.type == "cpu" and not pinned:
-            buffer = self._find_or_make(shape, dtype, tag, fit, alignment, numa, ahead)
+            buffer = self._find_or_make(request, ahead)
         else:
-            needed = _needed_bytes(shape, dtype, alignment)
-            buffer = tensor_in(_fresh(needed, where, pinned), shape, dtype, alignment)
+            buffer = request.tensor_in(_fresh(request.needed, where, pinned))
             with self._lock:
-                self._loose[buffer] = tag
-                self._count(tag, buffer.nbytes, reused=False)
+                self._loose[buffer] = request.tag
+                self._count(request.tag, request.nbytes, reused=False)
         self._trim()
         return buffer.zero_() if zero_init else buffer
 
@@ -285,46 +267,37 @@ class MemoryPool(PerProcess):
                 **({"types": types} if self.enable_profiling else {}),
             }
 
-    def _find_or_make(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        tag: str,
-        fit: Fit,
-        alignment: int | None,
-        numa: bool,
-        ahead: bool,
-    ) -> Tensor:
+    def _find_or_make(self, request: Request, ahead: bool) -> Tensor:
         """A tensor in a block that fits it, or in memory beside the pool if that has no room."""
-        nbytes, needed = math.prod(shape) * dtype.itemsize, _needed_bytes(shape, dtype, alignment)
+        tag, needed = request.tag, request.needed
         if self.max_bytes is not None and needed > self.max_bytes:
             raise ValueError(
                 f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
             )
         with self._lock:
-            limit = self.budget
-            size = needed if fit == "exact" or size_class(needed) > limit else size_class(needed)
-            least, most = (needed, max(2 * needed, size)) if fit == "best" else (size, size)
+            limit, size = self.budget, size_class(needed)
+            size = needed if request.fit == "exact" or size > limit else size
+            least, most = (needed, max(2 * needed, size)) if request.fit == "best" else (size, size)
             buffer = None
             for block in self._find_fitting(tag, least, most):
-                buffer = tensor_in(block.storage, shape, dtype, alignment)
+                buffer = request.tensor_in(block.storage)
                 # A signal handler that asked for memory in the meantime holds a tensor of its own.
                 if block.has_users(1):
-                    block.returned, block.used, block.requested = False, next(_CLOCK), nbytes
+                    block.returned, block.used, block.requested = False, next(_CLOCK), request.nbytes
                     break
                 buffer = None
             if not ahead:
-                self._count(tag, nbytes, buffer is not None)
+                self._count(tag, request.nbytes, buffer is not None)
             if buffer is not None:
                 return fill_if_deterministic(buffer)
             self._evict(limit - size)
             size = size if self._held() + size <= limit else needed
         # Without the lock: a thread that runs out of memory asks all pools for theirs.
-        storage = _fresh(size, CPU, touched=numa and numa_nodes() > 1)
-        buffer = tensor_in(storage, shape, dtype, alignment)
+        storage = _fresh(size, CPU, touched=request.numa and numa_nodes() > 1)
+        buffer = request.tensor_in(storage)
         with self._lock:
             if self._held() + size <= limit:
-                self._blocks[storage._cdata] = Block(storage, tag, size, nbytes, next(_CLOCK))
+                self._blocks[storage._cdata] = Block(storage, tag, size, request.nbytes, next(_CLOCK))
                 self._peak = max(self._peak, self._held())
             else:
                 self._loose[buffer] = tag
@@ -398,14 +371,6 @@ def get_global_memory_pool() -> MemoryPool:
 def reset_global_memory_pool() -> None:
     """Empties the global pool and its statistics; modules that use it go on with the same pool."""
     get_global_memory_pool().reset()
-
-
-def _needed_bytes(shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None) -> int:
-    """Bytes in which a tensor finds an aligned place."""
-    needed = math.prod(shape) * dtype.itemsize + max(0, (alignment or 0) - dtype.itemsize)
-    if needed >= 2**62:
-        raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {needed}")
-    return needed
 
 
 def _fresh(

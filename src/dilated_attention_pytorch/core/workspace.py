@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..checks import check_alignment, check_flags, check_shape, one_of
+
 Slot = tuple[str, torch.dtype]
 MakeResult = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+Fit = Literal["class", "best", "exact"]
 SMALLEST = 512  # bytes of the smallest size class
 
 
@@ -64,6 +67,50 @@ class Workspace:
 
 
 @dataclass(eq=False)
+class Request:
+    """A contiguous tensor in memory of a pool.
+
+    Args:
+        tag: memory serves again only under the tag that it had before.
+        fit: "class" takes memory of the size class (at most a quarter larger), "best" the smallest that
+            fits up to twice the size, "exact" only the very size.
+        alignment: of the first element in bytes, a power of two.
+        pinned: page-locked, where the machine has a device to copy to; ordinary memory elsewhere.
+        numa: fresh memory is first touched by all threads of torch at once, which spreads it over the
+            nodes that compute with it; nothing on a host with one node.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    tag: str = "buffer"
+    fit: Fit = "class"
+    alignment: int | None = None
+    pinned: bool = False
+    numa: bool = False
+
+    def __post_init__(self) -> None:
+        self.shape = check_shape(self.shape)
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if not isinstance(self.tag, str):
+            raise TypeError(f"tag must be a string, got {self.tag!r}")
+        one_of("fit", self.fit, ("class", "best", "exact"))
+        check_flags(pinned=self.pinned, numa=self.numa)
+        check_alignment(self.alignment)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        # In so many bytes the tensor finds an aligned place.
+        self.needed = self.nbytes + max(0, (self.alignment or 0) - self.dtype.itemsize)
+        if self.needed >= 2**62:
+            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {self.needed}")
+
+    def tensor_in(self, storage: torch.UntypedStorage) -> Tensor:
+        """At the first aligned place of a storage."""
+        offset = -storage.data_ptr() % self.alignment if self.alignment else 0
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, offset // self.dtype.itemsize, self.shape)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(eq=False)
 class Block:
     """Host memory of a pool. Whether anyone uses it is asked of torch each time, never remembered."""
 
@@ -98,15 +145,6 @@ class Block:
         return same and not self.storage.is_shared()
 
 
-def tensor_in(
-    storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype, alignment: int | None
-) -> Tensor:
-    """A contiguous tensor at the first aligned place of a storage."""
-    offset = -storage.data_ptr() % alignment if alignment else 0
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
-
-
 def size_class(nbytes: int) -> int:
     """Rounded up to one of four sizes between powers of two."""
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
@@ -126,7 +164,7 @@ def _count_references() -> tuple[int, int]:
     """Of the storage of a block that no tensor uses, or one: torch may hold the Python object, too."""
     block = Block(torch.empty(0, device="cpu").untyped_storage(), "", 0, 0, 0)
     alone = block.references
-    _user = tensor_in(block.storage, (0,), torch.uint8, None)
+    _user = Request((0,), torch.uint8).tensor_in(block.storage)
     return alone, block.references
 
 
