@@ -166,7 +166,8 @@ class MemoryPool(PerProcess):
                 return  # the pool was reset in the meantime
             self._idle += [workspace] if keep else []
             for slot in workspace.taken:
-                self._count(slot[0], workspace.buffers[slot].nbytes, slot not in workspace.fresh)
+                is_fresh = slot in workspace.fresh  # otherwise its size is known
+                self._count(slot[0], workspace.buffers[slot].nbytes if is_fresh else 0, not is_fresh)
             limit = self._budget if lightweight else self.budget
             if workspace.fresh:
                 self._peak = max(self._peak, self._held())
@@ -356,7 +357,8 @@ class MemoryPool(PerProcess):
         figures = self.figures[tag]
         figures["allocations"] += 1
         figures["reuses"] += reused
-        figures["largest_bytes"] = max(figures["largest_bytes"], nbytes)
+        if nbytes > figures["largest_bytes"]:
+            figures["largest_bytes"] = nbytes
 
 
 _FIGURES = ("allocations", "reuses", "deallocations", "largest_bytes")
