@@ -20,7 +20,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     build_block_pattern,
 )
-from dilated_attention_pytorch.core.block_patterns import get_block_pattern_cache
+from dilated_attention_pytorch.core.pattern_cache import get_block_pattern_cache
 from dilated_attention_pytorch.plan import block_sparse, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations

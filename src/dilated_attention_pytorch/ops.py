@@ -24,8 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import block_engine, engine, packed
 from .checks import autocasts, document_bounds
-from .core.block_patterns import get_block_pattern_cache
-from .core.pattern_cache import get_global_pattern_cache
+from .core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
 from .core.workspace import Workspace

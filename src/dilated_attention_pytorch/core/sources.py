@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from .attention_buffer_manager import find_buffer_manager
-from .host_memory import describe_bytes, is_out_of_memory
+from .host_memory import describe_bytes, is_out_of_memory, out_of_memory
 from .memory_pool import get_global_memory_pool
-from .relief import out_of_memory, release_idle_memory
+from .process import release_idle_memory
 from .workspace import Workspace
 
 LendWorkspace = Callable[[torch.device], AbstractContextManager[Workspace]]

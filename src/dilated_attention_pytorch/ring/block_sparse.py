@@ -17,7 +17,7 @@ from ..checks import (
     named_keywords,
     refuse_forward_mode,
 )
-from ..core.block_patterns import get_block_pattern_cache
+from ..core.pattern_cache import get_block_pattern_cache
 from ..core.tracing import uncompiled
 from ..ops import BlockSparse, Tensors, block_spec, check_execution
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
