@@ -18,8 +18,8 @@ import torch
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.loop import load_model
 from dilated_attention_pytorch.train.metrics import METRICS_FILE, read_metrics
-from dilated_attention_pytorch.train.state import load_model
 from train.runs import ENVIRONMENT, SMALL, losses, small, train, write_text
 
 PROGRAM = [sys.executable, "-W", "error", "-m", "dilated_attention_pytorch"]

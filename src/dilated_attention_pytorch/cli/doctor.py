@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .doctor_checks import verdicts
-    from .doctor_facts import collect_facts, kept, why_no_gpu
+    from .doctor_facts import collect_facts, kept, verdicts, why_no_gpu
 
     facts = collect_facts()
     if options.json:

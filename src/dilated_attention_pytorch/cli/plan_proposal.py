@@ -13,9 +13,7 @@ import torch
 
 from ..core.host_memory import device_memory
 from ..factory import LITTLE_MEMORY, choose_dilated_attention
-from ..forecast.call import Call
-from ..forecast.memory import Memory, predict_memory
-from ..forecast.time import relative_time
+from ..forecast import Call, Memory, predict_memory, relative_time
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.shape import Pass
 from ..ring import RingSchedule, plan_ring
@@ -82,24 +80,23 @@ def make_proposal(options: Namespace) -> Proposal:
     if options.heads % (options.kv_heads or options.heads):
         raise ValueError(f"--kv-heads must divide --heads, got {options.kv_heads} and {options.heads}")
     if options.ratio is not None and options.ratio < 2:
-        raise ValueError(
-            f"--ratio must be at least 2, or the segments never span the sequence, got {options.ratio}"
-        )
+        rule = "--ratio must be at least 2, or the segments never span the sequence"
+        raise ValueError(f"{rule}, got {options.ratio}")
     spec, reasons = _choose_branches(options)
-    device = torch.device(options.device)
-    call = Call(
-        Shape(
-            options.batch, options.length, options.heads, options.kv_heads or options.heads, options.head_dim
-        ),
-        getattr(torch, options.dtype),
-        spec,
-        options.train,
-        options.layers,
-        device,
-    )
+    device, heads = _device(options.device), (options.heads, options.kv_heads or options.heads)
+    shape = Shape(options.batch, options.length, *heads, options.head_dim)
+    call = Call(shape, getattr(torch, options.dtype), spec, options.train, options.layers, device)
     free = device_memory(device)
     budget = options.memory or (None if free is None else free.available)
     return _settle(call, options.ranks, budget, options.memory is not None, reasons)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"--device must name a device of torch, got {name!r}: {first}") from None
 
 
 def _choose_branches(options: Namespace) -> tuple[DilatedSpec, list[str]]:
@@ -131,14 +128,10 @@ def _settle(
     extra: dict[str, Any] = {} if call.device.type == "cpu" else {"device": str(call.device)}
     branches = (spec.segment_lengths, spec.dilation_rates)
     choice = choose_dilated_attention(kind, *branches, seq_len=shape.n, **extra)
-    chosen = {
-        name: value
-        for name, value in choice.options.items()
-        if name not in ("segment_lengths", "dilation_rates")
-    }
+    left_out = {"segment_lengths", "dilation_rates", *(MACHINE_DEPENDENT if is_given else ())}
+    chosen = {name: value for name, value in choice.options.items() if name not in left_out}
     reasons = [*branch_reasons, *choice.reasons]
     if is_given:  # the budget decides, not the memory that happens to be free here
-        chosen = {name: value for name, value in chosen.items() if name not in MACHINE_DEPENDENT}
         reasons = [reason for reason in reasons if not reason.startswith(MACHINE_DEPENDENT)]
         if budget is not None and budget < LITTLE_MEMORY:
             chosen["workspace_bytes"] = max(2**20, budget // 256)

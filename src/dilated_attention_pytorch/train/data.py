@@ -137,11 +137,11 @@ def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
     return train, validation
 
 
-def batch_at(corpus: Corpus, step: int, *, batch_size: int, length: int, seed: int) -> Tensor:
-    """(batch_size, length + 1) bytes of a step: a function of step and seed alone, so that runs can go on."""
-    generator = torch.Generator().manual_seed(mix_seed(seed, "data", step))
-    starts = torch.randint(len(corpus) - length, (batch_size,), generator=generator)
-    return corpus.rows(starts.tolist(), length + 1)
+def batch_at(corpus: Corpus, step: int, config: TrainConfig) -> Tensor:
+    """(batch_size, context_length + 1) bytes: a function of step and seed alone, so that runs can go on."""
+    generator = torch.Generator().manual_seed(mix_seed(config.seed, "data", step))
+    starts = torch.randint(len(corpus) - config.context_length, (config.batch_size,), generator=generator)
+    return corpus.rows(starts.tolist(), config.context_length + 1)
 
 
 def windows_of(corpus: Corpus, count: int, length: int) -> Tensor:

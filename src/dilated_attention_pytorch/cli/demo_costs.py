@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from .. import functional
-from ..bench.measure import interleave
+from ..bench.measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
-from ..plan import BlockPattern, Shape, plan_dilated
+from ..plan import BlockPattern
+from ..ring import plan_ring
 from ..sparse_spec import SparsePatternConfig
-from ..spec import Branches, DilatedSpec, branches_for
-from .memory import peak_of
+from ..spec import Branches, branches_for
 
 HEADS, HEAD_DIM = 8, 64
 FIRST_LENGTH, LAST_LENGTH = 1024, 2**20
+EXAMPLE = 2**17  # tokens whose branches are named: the most that these heads serve wholly
 BLOCK, KEPT = 128, 1024  # tokens of a block, and keys that a query keeps
 MEMORY_SHARE = 0.4  # of the available memory, that inputs and output may take
 ROUND_SECONDS = 0.8  # short calls are repeated about this long, and the fastest counts
@@ -53,7 +56,7 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """Of dilated over dense attention, where both were measured."""
-        if "dense" not in self.costs or "dilated" not in self.costs:
+        if not {"dense", "dilated"} <= self.costs.keys():
             return None
         return self.costs["dense"].seconds / self.costs["dilated"].seconds
 
@@ -66,18 +69,32 @@ def ladder(n: int) -> Branches:
         return branches_for(n, HEADS)
 
 
+def explain_calls() -> str:
+    """What is measured, and how the branches are chosen, by example."""
+    steps = ", ".join(f"{w}/{r}" for w, r in zip(*ladder(EXAMPLE), strict=True))
+    return (
+        f"Branches for {EXAMPLE:,} tokens, as segment length / dilation rate: {steps}. Each reaches further "
+        "than the one before, and none costs more than the first. For more tokens rates exceed the "
+        f"{HEADS} heads, and some positions reach further only through several layers. Block-sparse "
+        "attention keeps the nearest blocks that the branches reach, about 1,024 keys a query. Memory is the "
+        "peak beyond the inputs. A dash stands for what would take too long."
+    )
+
+
 def block_pattern(n: int) -> BlockPattern:
     """The nearest blocks that the branches of the ladder reach, about KEPT keys a query."""
-    share = min(1.0, 2 * KEPT / n)
+    config = SparsePatternConfig("dilated_sparse", min(1.0, 2 * KEPT / n), BLOCK)
     segment_lengths, dilation_rates = ladder(n)
-    return build_block_pattern(
-        SparsePatternConfig("dilated_sparse", share, BLOCK),
-        n,
-        HEADS,
-        is_causal=True,
-        segment_lengths=segment_lengths,
-        dilation_rates=dilation_rates,
-    )
+    branches: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    return build_block_pattern(config, n, HEADS, is_causal=True, **branches)
+
+
+def pair_shares(n: int, pattern: BlockPattern) -> dict[str, float]:
+    """Pairs of a query and a key that each scores, over those of dense causal attention."""
+    schedule = plan_ring(*ladder(n), n, num_heads=HEADS, head_dim=HEAD_DIM, num_ranks=1, is_causal=True)
+    dense = n * (n + 1) / 2
+    sparse = pattern.num_pairs / (len(pattern) * dense)
+    return {"dense": 1.0, "dilated": schedule.num_pairs(0) / (HEADS * dense), "block-sparse": sparse}
 
 
 def measure_row(n: int, *, names: Collection[str], rounds: int) -> Row:
@@ -104,33 +121,41 @@ def measure_row(n: int, *, names: Collection[str], rounds: int) -> Row:
 
 
 def _calls(n: int, pattern: BlockPattern) -> dict[str, Callable[[], object]]:
-    segment_lengths, dilation_rates = ladder(n)
-    q, k, v = (_random(n, seed) for seed in range(3))
+    period = min(n, 16384)  # beyond this length random rows repeat, which spares their drawing
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(1, period, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
+    q, k, v = (x.repeat(1, n // period, 1, 1) for x in rows)
     # Dense attention gets the layout it likes best. The numbers do not matter here, so the memory is shared.
     q_bhnd, k_bhnd, v_bhnd = (x.view(1, HEADS, n, HEAD_DIM) for x in (q, k, v))
     return {
         "dense": lambda: F.scaled_dot_product_attention(q_bhnd, k_bhnd, v_bhnd, is_causal=True),
-        "dilated": lambda: functional.dilated_attention(
-            q, k, v, segment_lengths, dilation_rates, is_causal=True
-        ),
+        "dilated": lambda: functional.dilated_attention(q, k, v, *ladder(n), is_causal=True),
         "block-sparse": lambda: block_sparse_attention(q, k, v, pattern, is_causal=True),
     }
 
 
-def pair_shares(n: int, pattern: BlockPattern) -> dict[str, float]:
-    """Pairs of a query and a key that each scores, over those of dense causal attention."""
-    spec = DilatedSpec(*ladder(n), is_causal=True)
-    plan = plan_dilated(spec, Shape(1, n, HEADS, HEADS, HEAD_DIM), itemsize=4, direction="forward")
-    dense = n * (n + 1) / 2
-    sparse = pattern.num_pairs / (len(pattern) * dense)
-    return {"dense": 1.0, "dilated": plan.num_pairs / (HEADS * dense), "block-sparse": sparse}
+def why_no_peaks() -> str | None:
+    """Why peaks cannot be measured here; None if they can."""
+    try:
+        reset_peak_memory()
+        read_status("VmHWM")
+    except NotMeasurableError as error:
+        return str(error)
+    return None
 
 
-def _random(n: int, seed: int) -> Tensor:
-    """(1, n, HEADS, HEAD_DIM) of random rows; beyond some length they repeat, which spares their drawing."""
-    period = min(n, 16384)
-    rows = torch.randn(1, period, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
-    return rows.repeat(1, n // period, 1, 1)
+def peak_of(call: Callable[[], object]) -> int | None:
+    """Runs a call; the bytes that it held at most, beyond what was there before. None: not measurable."""
+    # Freed memory that the C library keeps would count as there before, and hide what is taken from it.
+    with suppress(AttributeError, OSError, TypeError):  # of glibc alone; other libraries keep little
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        before = reset_peak_memory()
+    except NotMeasurableError:
+        call()
+        return None
+    call()
+    return max(0, read_status("VmHWM") - before)
 
 
 def doubling_rows(
