@@ -15,7 +15,7 @@ import pytest
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli import main as cli
 from dilated_attention_pytorch.cli.main import COMMANDS, EXTRAS, Command, main
-from dilated_attention_pytorch.flags import byte_count
+from dilated_attention_pytorch.cli.text import byte_count
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = """

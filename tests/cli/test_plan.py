@@ -17,8 +17,7 @@ from dilated_attention_pytorch.bench.cases import MemoryCase
 from dilated_attention_pytorch.bench.child import measure_in_child
 from dilated_attention_pytorch.bench.config import Config
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.forecast.call import Call
-from dilated_attention_pytorch.forecast.memory import predict_memory
+from dilated_attention_pytorch.forecast import Call, predict_memory
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for

@@ -13,7 +13,7 @@ import torch
 from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.cli.show import PATTERNS
-from dilated_attention_pytorch.cli.show_numbers import receptive_fields, shrink
+from dilated_attention_pytorch.cli.show_maps import receptive_fields, shrink
 from dilated_attention_pytorch.reference import multiplicity
 from support.pictures import find_maps, has_ink, read_png
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,8 +32,7 @@ MEMORY_SHARE = 0.4  # of the available memory, that inputs and output may take
 ROUND_SECONDS = 0.8  # short calls are repeated about this long, and the fastest counts
 # Time at twice the length over time at the length, from above, and the share of the budget that one call may
 # take. The first in this order are the last to be given up.
-GROWTH = {"dilated": 3.0, "block-sparse": 2.5, "dense": 4.0}
-CALL_SHARE = {"dilated": 1.0, "block-sparse": 0.25, "dense": 0.25}
+GROWTH = {"dilated": (3.0, 1.0), "block-sparse": (2.5, 0.25), "dense": (4.0, 0.25)}
 NAMES = ("dense", "dilated", "block-sparse")  # as they are shown
 
 
@@ -184,11 +184,10 @@ def doubling_rows(
 def _affordable(last: Row, budget: float, left: float) -> dict[str, float]:
     """Those of the last row that fit into the time left at twice its length, with what they may take."""
     expected: dict[str, float] = {}
-    for name, growth in GROWTH.items():
-        if name in last.costs:
-            seconds = growth * last.costs[name].seconds
-            if seconds <= CALL_SHARE[name] * budget and seconds + sum(expected.values()) <= left:
-                expected[name] = seconds
+    for name, (growth, share) in GROWTH.items():
+        seconds = growth * last.costs[name].seconds if name in last.costs else math.inf
+        if seconds <= share * budget and seconds + sum(expected.values()) <= left:
+            expected[name] = seconds
     return expected
 
 
@@ -200,23 +199,21 @@ def _fits_memory(n: int) -> bool:
 
 def summarize(rows: Sequence[Row]) -> str:
     """One or two sentences that hold measured figures only."""
-    sentences = []
     compared = [row for row in rows if row.speedup is not None]
-    if compared:
-        row = compared[-1]
-        dense, dilated = row.costs["dense"], row.costs["dilated"]
+    sentences, last = [], 0
+    for row in compared[-1:]:
+        last, dense, dilated = row.n, row.costs["dense"], row.costs["dilated"]
         sentences.append(
             f"At {row.n:,} tokens dense attention took {show_seconds(dense.seconds)} and dilated attention "
             f"{show_seconds(dilated.seconds)}: {row.speedup:.1f} times as fast, with "
             f"{dilated.pair_share:.1%} of the pairs."
         )
     for name in ("dilated", "block-sparse"):
-        longest = next((row for row in reversed(rows) if name in row.costs), None)
-        if longest is not None and (not compared or longest.n > compared[-1].n):
-            seconds = longest.costs[name].seconds
+        for row in [row for row in rows if name in row.costs and row.n > last][-1:]:
+            seconds = row.costs[name].seconds
             sentences.append(
-                f"{name.capitalize()} attention went on to {longest.n:,} tokens in {show_seconds(seconds)}, "
-                f"{longest.n / seconds:,.0f} tokens a second."
+                f"{name.capitalize()} attention went on to {row.n:,} tokens in {show_seconds(seconds)}, "
+                f"{row.n / seconds:,.0f} tokens a second."
             )
     return " ".join(sentences) or "Nothing was timed."
 

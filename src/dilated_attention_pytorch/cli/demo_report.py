@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ..report import Page, Series, line_chart
-from .demo import mebibytes, milliseconds
-from .demo_costs import HEAD_DIM, HEADS, NAMES, Cost, Row, explain_calls
-from .demo_training import TEMPERATURE, TOP_P, Training
+from . import demo_costs, demo_training
+from .demo_costs import HEAD_DIM, HEADS, NAMES, Cost, Row
+from .demo_story import HEADINGS, Findings, cells, check_cells
+from .demo_training import TEMPERATURE, TOP_P
 from .show import svg_of
 from .text import show_bytes
 
-if TYPE_CHECKING:
-    from .demo import Findings
-
+PIXELS = 150  # of a panel of a picture
 # What is drawn, by the id of the picture: options of the command `show`, and what they show.
 PICTURES = {
     "pattern-dilated": (
@@ -28,140 +27,117 @@ PICTURES = {
         "Block-sparse attention: a few blocks near each row in one layer, and what several layers reach.",
     ),
 }
-PIXELS = 150  # of a panel
 
 
-def make_page(findings: Findings, command: str) -> Page:
+def make_page(found: Findings, command: str) -> Page:
     """All sections; of what was not found, why."""
-    page = Page("Dilated attention on this machine", findings.summary)
+    page = Page("Dilated attention on this machine", found.summary)
+    add_machine(page, found)
+    add_checks(page, found)
+    add_costs(page, found)
+    page.heading("What attends to what")
+    for name, (options, caption) in PICTURES.items():
+        page.figure(svg_of(options, PIXELS, name), f"{caption} Drawn by: dilated-attention show {options}")
+    add_training(page, found)
+    page.heading("How this was made")
+    page.paragraph(f"In {found.seconds:.0f} seconds, by this command:")
+    page.preformatted(command)
+    return page
+
+
+def add_machine(page: Page, found: Findings) -> None:
+    machine, project = found.machine, found.project
+    commit = f", commit {project['commit'][:12]}" if project["commit"] else ""
+    facts = {
+        "processor": f"{machine['cpu']}, {machine['cpu_capability']}",
+        "cores and threads": f"{machine['cores']} cores, of which torch uses {machine['threads']}",
+        "load": f"{machine['load'] or 0:g} processes wanted to run in the last minute",
+        "memory": "unknown" if machine["memory_bytes"] is None else show_bytes(machine["memory_bytes"]),
+        "system": f"{machine['os']}, Python {machine['python']}, torch {machine['torch']}",
+        "this library": f"{project['version']}{commit}{', changed' if project['changed'] else ''}",
+    }
     page.heading("Machine")
-    page.table(("", ""), list(_facts(findings)), is_numbers=False)
+    page.table(("", ""), list(facts.items()), is_numbers=False)
+
+
+def add_checks(page: Page, found: Findings) -> None:
     page.heading("Exactness")
     page.paragraph(
         "The largest difference from the definition, a dense computation of every pair, in float64. The last "
         "check compares one segment over everything with PyTorch's own dense attention."
     )
-    verdicts = []
-    for check in findings.checks:
-        errors = (f"{check.forward_error:.1e}", f"{check.gradient_error:.1e}", f"{check.tolerance:.0e}")
-        verdicts.append((check.title, *errors, "ok" if check.passed else "WRONG"))
-    page.table(("configuration", "forward", "gradients", "limit", ""), verdicts)
-    _add_costs(page, findings)
-    page.heading("What attends to what")
-    for name, (options, caption) in PICTURES.items():
-        picture = svg_of(options, PIXELS, name)
-        page.figure(picture, f"{caption} Drawn by: dilated-attention show {options}")
-    page.heading("A language model learns from Python's own library")
-    if findings.training is None:
-        page.paragraph(findings.why_no_training or "The demo was interrupted before.")
-    else:
-        _add_training(page, findings.training)
-    page.heading("How this was made")
-    page.paragraph(f"In {findings.seconds:.0f} seconds, by this command:")
-    page.preformatted(command)
-    return page
+    head = ("configuration", "forward", "gradients", "limit", "")
+    page.table(head, [check_cells(each) for each in found.checks])
 
 
-def _facts(findings: Findings) -> Iterator[tuple[str, str]]:
-    machine, project = findings.machine, findings.project
-    yield "processor", f"{machine['cpu']}, {machine['cpu_capability']}"
-    yield "cores and threads", f"{machine['cores']} cores, of which torch uses {machine['threads']}"
-    if machine["load"] is not None:
-        yield "load", f"{machine['load']:g} processes wanted to run in the last minute"
-    if machine["memory_bytes"] is not None:
-        yield "memory", show_bytes(machine["memory_bytes"])
-    yield "system", f"{machine['os']}, Python {machine['python']}, torch {machine['torch']}"
-    commit = f", commit {project['commit'][:12]}" if project["commit"] else ""
-    yield "this library", f"{project['version']}{commit}{', changed' if project['changed'] else ''}"
-
-
-def _add_costs(page: Page, findings: Findings) -> None:
+def add_costs(page: Page, found: Findings) -> None:
     page.heading("Time and memory as the length doubles")
-    rows = findings.rows
-    if not rows:
-        exact = findings.is_exact
-        missing = "The demo was interrupted before." if exact else "The library is not exact here."
-        page.paragraph(f"Nothing was measured. {missing}")
+    if not found.rows:
+        why = "The demo was interrupted before." if found.is_exact else "The library is not exact here."
+        page.paragraph(f"Nothing was measured. {why}")
         return
     page.paragraph(
         f"One causal forward call in float32, batch 1, {HEADS} heads of {HEAD_DIM}. Calls take turns, and "
-        f"the fastest of several counts. {explain_calls()}"
+        f"the fastest of several counts. {demo_costs.explain_calls()} Pairs of a query and a key that are "
+        "scored are given over those of dense causal attention."
     )
-    page.figure(
-        _cost_chart(rows, "time", "Time of a call", "milliseconds", lambda cost: 1e3 * cost.seconds),
-        "Both axes are logarithmic: a line of slope 1 grows with the length, one of slope 2 with its square.",
-    )
-    speedups = ["-" if row.speedup is None else f"{row.speedup:.1f} x" for row in rows]
-    _add_table(page, rows, "ms", lambda cost: milliseconds(cost.seconds), ["speed-up of dilated", *speedups])
-    if findings.why_no_peaks is None:
-        page.figure(
-            _cost_chart(
-                rows, "memory", "Peak memory of a call", "MiB", lambda x: (x.peak_bytes or 0) / 2**20
-            ),
-            "Beyond the inputs; the output, which is as large as the queries, counts. On CPUs PyTorch's "
-            "dense attention holds only a few scores at a time, so its memory grows with the length as well.",
-        )
-        _add_table(page, rows, "MiB", lambda cost: mebibytes(cost.peak_bytes or 0))
-    else:
-        page.paragraph(f"The memory of calls is not shown: {findings.why_no_peaks}.")
-    page.paragraph("Pairs of a query and a key that are scored, over those of dense causal attention:")
-    _add_table(page, rows, "pairs", lambda cost: f"{cost.pair_share:.1%}")
-
-
-def _cost_chart(
-    rows: list[Row], name: str, title: str, unit: str, value: Callable[[Cost], float]
-) -> str | None:
-    series = []
-    for each in NAMES:
-        known = [(float(row.n), value(row.costs[each])) for row in rows if each in row.costs]
-        points = tuple(point for point in known if point[1] > 0)  # a logarithmic axis has no zero
-        series += [Series(each, points)] if points else []
-    if not series:
-        return None
-    return line_chart(series, title=title, x_label="tokens", y_label=unit, x_text=_length, chart_id=name)
-
-
-def _add_table(
-    page: Page, rows: list[Row], unit: str, text: Callable[[Cost], str], more: list[str] | None = None
-) -> None:
-    """A row a length, a column a name, and one of `more`, which begins with its heading."""
-    lines = [["tokens", *(f"{name}, {unit}" for name in NAMES)]]
-    for row in rows:
-        lines.append([f"{row.n:,}", *(text(row.costs[x]) if x in row.costs else "-" for x in NAMES)])
-    if more is not None:
-        lines = [[*line, cell] for line, cell in zip(lines, more, strict=True)]
-    page.table(lines[0], lines[1:])
-
-
-def _length(n: float) -> str:
-    """1k for 1,024 and 1M for 1,048,576, as the command line has them."""
-    for factor, letter in ((2**20, "M"), (2**10, "k")):
-        if n >= factor:
-            return f"{n / factor:g}{letter}"
-    return f"{n:g}"
-
-
-def _add_training(page: Page, training: Training) -> None:
-    fewer = ", when it was interrupted" if training.is_interrupted else ", when its time was up"
+    pairs = [
+        [f"{row.costs[x].pair_share:.1%}" if x in row.costs else "-" for x in NAMES] for row in found.rows
+    ]
+    rows = [[*cells(row), *shares[1:]] for row, shares in zip(found.rows, pairs, strict=True)]
+    page.table([*HEADINGS, "dilated pairs", "blocks"], rows)
+    add_cost_chart(page, found, "time", "milliseconds", lambda cost: 1e3 * cost.seconds)
+    if found.why_no_peaks is not None:
+        page.paragraph(f"The memory of calls is not shown: {found.why_no_peaks}.")
+        return
+    add_cost_chart(page, found, "memory", "MiB", lambda cost: (cost.peak_bytes or 0) / 2**20)
     page.paragraph(
-        f"A LongNetLM of bytes with dilated attention: {training.describe()} Trained in "
-        f"{training.seconds:.0f} s, {training.steps:,} of {training.steps_planned:,} steps"
-        f"{fewer if training.steps < training.steps_planned else ''}."
+        "Memory is beyond the inputs; the output, which is as large as the queries, counts. On CPUs "
+        "PyTorch's dense attention holds only a few scores at a time, so its memory grows with the length "
+        "as well."
     )
-    curves = {"training": training.losses, "validation": training.validations}
+
+
+def _pair_shares(row: Row) -> list[str]:
+    return [f"{row.costs[x].pair_share:.1%}" if x in row.costs else "-" for x in NAMES[1:]]
+
+
+def add_cost_chart(page: Page, found: Findings, what: str, unit: str, value: Callable[[Cost], float]) -> None:
+    series = []
+    for name in NAMES:
+        known = [(float(row.n), value(row.costs[name])) for row in found.rows if name in row.costs]
+        points = tuple(point for point in known if point[1] > 0)  # a logarithmic axis has no zero
+        series += [Series(name, points)] if points else []
+    if series:
+        title = f"{what.capitalize()} of a call"
+        chart = line_chart(series, title=title, x_label="tokens", y_label=unit, chart_id=what)
+        page.figure(chart, "A line of slope 1 grows with the length, one of slope 2 with its square.")
+
+
+def add_training(page: Page, found: Findings) -> None:
+    page.heading("A language model learns from Python's own library")
+    training = found.training
+    if training is None or not training["losses"]:
+        page.paragraph(found.why_no_training or "The demo was interrupted before.")
+        return
+    fewer = ", when it was interrupted" if training["is_interrupted"] else ", when its time was up"
+    page.paragraph(
+        f"A LongNetLM of bytes with dilated attention: {demo_training.describe(training)} Trained in "
+        f"{training['seconds']:.0f} s, {training['steps']:,} of {training['steps_planned']:,} steps"
+        f"{fewer if training['steps'] < training['steps_planned'] else ''}."
+    )
+    curves = {"training": training["losses"], "validation": training["validations"]}
     series = [Series(name, tuple(points)) for name, points in curves.items() if points]
-    names: dict[str, Any] = {"title": "Loss", "x_label": "step", "y_label": "bits per byte"}
-    page.figure(
-        line_chart(series, log_x=False, log_y=False, chart_id="loss", **names),
-        "Training: means over equal spans of steps. Validation: the end of the text, unseen.",
-    )
-    validated = [(f"{step:,}", f"{bits:.3f}") for step, bits in training.validations]
-    if validated:
-        page.table(("step", "validation, bits per byte"), validated)
-    if training.sample is not None:
+    labels: dict[str, Any] = {"title": "Loss", "x_label": "step", "y_label": "bits per byte"}
+    chart = line_chart(series, log_x=False, log_y=False, chart_id="loss", **labels)
+    page.figure(chart, "Training: means of the last steps. Validation: the end of the text, unseen.")
+    if training["validations"]:
+        rows = [(f"{step:,}", f"{bits:.3f}") for step, bits in training["validations"]]
+        page.table(("step", "validation, bits per byte"), rows)
+    if training["sample"] is not None:
         page.paragraph(
-            f"What it writes after {training.prompt!r}, with temperature {TEMPERATURE} among the likeliest "
-            f"bytes of probability {TOP_P}. A small model after {training.seconds:.0f} s: expect the look of "
-            "Python only."
+            f"What it writes after {training['prompt']!r}, with temperature {TEMPERATURE} among the "
+            f"likeliest bytes of probability {TOP_P}. A small model after {training['seconds']:.0f} s: "
+            "expect the look of Python only."
         )
-        page.preformatted(training.prompt + training.sample)
+        page.preformatted(training["prompt"] + training["sample"])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -21,12 +18,11 @@ from ..train.loop import Run, StopWish
 from ..train.ranks import Ranks
 
 LEAST_BYTES = 2**18  # of text
-PROMPT = "def "
-SAMPLE_BYTES = 400
+PROMPT, SAMPLE_BYTES = "def ", 400
 TEMPERATURE, TOP_P, SEED = 1.0, 0.95, 0
 PROBE_STEPS = 4
 VALIDATIONS = 8  # of a run, about
-CURVE_POINTS = 40
+SMOOTHED = 20  # steps whose mean loss is shown
 OVERTIME = 1.3  # a run that takes so many times what was planned is ended
 STEP_SHARE = 0.9  # of the time; the rest is for validations
 SETTINGS: dict[str, Any] = {"d_model": 128, "nhead": 4, "num_layers": 3, "dim_feedforward": 512}
@@ -34,36 +30,20 @@ SETTINGS |= {"context_length": 1024, "batch_size": 2, "learning_rate": 3e-3}
 SETTINGS |= {"validation_share": 0.04, "validation_windows": 8}
 
 
-@dataclass
-class Training:
-    """What a run gave, in bits per byte by step: means of the training loss over spans of steps that end
-    there, and validations. `sample` follows `prompt`; it is None if the run was interrupted."""
+Training = dict[
+    str, Any
+]  # what a run gave, as JSON has it; losses and validations are in bits per byte, by step
 
-    files: int
-    parameters: int
-    context_length: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    train_bytes: int
-    validation_bytes: int
-    steps: int
-    steps_planned: int
-    seconds: float
-    losses: list[tuple[int, float]]
-    validations: list[tuple[int, float]]
-    is_interrupted: bool
-    prompt: str
-    sample: str | None = None
 
-    def describe(self) -> str:
-        """The model and its data in a sentence."""
-        branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
-        return (
-            f"{self.parameters:,} parameters, {self.context_length:,} bytes of context, branches "
-            f"{', '.join(f'{w}/{r}' for w, r in branches)}; {self.train_bytes:,} bytes of {self.files} "
-            f"files, of which it sees {self.steps:,} batches; {self.validation_bytes:,} bytes are kept for "
-            "validation."
-        )
+def describe(training: Training) -> str:
+    """The model and its data in a sentence."""
+    branches = zip(training["segment_lengths"], training["dilation_rates"], strict=True)
+    return (
+        f"{training['parameters']:,} parameters, {training['context_length']:,} bytes of context, branches "
+        f"{', '.join(f'{w}/{r}' for w, r in branches)}; {training['train_bytes']:,} bytes of "
+        f"{training['files']} files, of which it sees {training['steps']:,} batches; "
+        f"{training['validation_bytes']:,} bytes are kept for validation."
+    )
 
 
 def source_files() -> list[str]:
@@ -79,42 +59,20 @@ def start_run(files: Sequence[str], steps: int) -> Run:
     return Run(TrainConfig(data=tuple(files), **settings), Path(), Ranks(torch.device("cpu")))
 
 
-def plan_steps(seconds: float, files: Sequence[str]) -> tuple[int, int]:
-    """How many steps take so many seconds, and with how many threads they do: torch's, or one.
-
-    For a small model on a busy machine threads may wait for each other longer than they compute.
-    """
-    choices = {threads: step_seconds(files, threads) for threads in {1, torch.get_num_threads()}}
-    threads = min(choices, key=choices.__getitem__)
-    return max(1, int(STEP_SHARE * seconds / choices[threads])), threads
-
-
-def step_seconds(files: Sequence[str], threads: int) -> float:
-    """What a step takes, judged by a few of them."""
-    run, ends = start_run(files, PROBE_STEPS), [time.perf_counter()]
-    with use_threads(threads):
-        for _ in range(PROBE_STEPS):
-            run.take_step()
-            ends.append(time.perf_counter())
-    return median(after - before for before, after in pairwise(ends[1:]))  # the first one starts what all use
-
-
-@contextmanager
-def use_threads(threads: int) -> Iterator[None]:
-    """So many threads of torch, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def plan_steps(seconds: float, files: Sequence[str]) -> int:
+    """How many steps take so many seconds, judged by a few of them."""
+    run, taken = start_run(files, PROBE_STEPS), []
+    for _ in range(PROBE_STEPS):
+        start = time.perf_counter()
+        run.take_step()
+        taken.append(time.perf_counter() - start)
+    return max(1, int(STEP_SHARE * seconds / median(taken[1:])))  # the first one starts what all use
 
 
 def train_model(
     files: Sequence[str],
     steps: int,
     tell: Callable[[int, float, float | None], None],
-    *,
     limit: float = math.inf,
 ) -> tuple[Training, LongNetLM]:
     """Trains until the last step, Ctrl-C, or until `limit` seconds are over.
@@ -122,34 +80,35 @@ def train_model(
     Tells after each step, in bits per byte, the mean loss of the last ones, and the validation if there was.
     """
     start, run = time.perf_counter(), start_run(files, steps)
-    losses, validations, config = [], [], run.config
+    raw, losses, validations, config = [], [], [], run.config
     with StopWish() as stop:
         while run.step < steps and not stop.is_made:
             run.take_step()
-            losses.append((run.step, run.loss / math.log(2)))
+            raw.append(run.loss / math.log(2))
+            losses.append((run.step, fmean(raw[-SMOOTHED:])))
             bits = None
             if run.step == steps or run.step % config.validate_every == 0:
                 bits = run.validate()["bits_per_byte"]
                 validations.append((run.step, bits))
-            tell(run.step, fmean(loss for _, loss in losses[-20:]), bits)
+            tell(run.step, losses[-1][1], bits)
             if time.perf_counter() - start > limit:
                 break
-    training = Training(
-        files=len(files),
-        parameters=sum(x.numel() for x in run.model.parameters()),
-        context_length=config.context_length,
-        segment_lengths=config.segment_lengths,
-        dilation_rates=config.dilation_rates,
-        train_bytes=len(run.train_data),
-        validation_bytes=len(run.validation_data),
-        steps=run.step,
-        steps_planned=steps,
-        seconds=time.perf_counter() - start,
-        losses=span_means(losses),
-        validations=validations,
-        is_interrupted=stop.is_made and run.step < steps,
-        prompt=PROMPT,
-    )
+    facts = {name: getattr(config, name) for name in ("context_length", "segment_lengths", "dilation_rates")}
+    sizes = {"train_bytes": len(run.train_data), "validation_bytes": len(run.validation_data)}
+    training = {
+        "files": len(files),
+        "parameters": sum(x.numel() for x in run.model.parameters()),
+        **facts,
+        **sizes,
+        "steps": run.step,
+        "steps_planned": steps,
+        "seconds": time.perf_counter() - start,
+        "losses": losses,
+        "validations": validations,
+        "is_interrupted": stop.is_made and run.step < steps,
+        "prompt": PROMPT,
+        "sample": None,
+    }
     return training, run.model
 
 
@@ -160,11 +119,3 @@ def write_sample(model: LongNetLM) -> str:
     tokens = model.generate(torch.tensor([prompt]), SAMPLE_BYTES, **how)
     text = bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
     return "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in text)
-
-
-def span_means(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of spans of steps that are about equal, CURVE_POINTS at most, at their last steps."""
-    count = min(CURVE_POINTS, len(losses))
-    edges = [len(losses) * i // max(1, count) for i in range(count + 1)]
-    parts = [losses[start:stop] for start, stop in pairwise(edges)]
-    return [(part[-1][0], fmean(loss for _, loss in part)) for part in parts]

@@ -43,7 +43,13 @@ COMMANDS = {
     "generate": Command("continue a text with a trained model", "cli.generate"),
 }
 # The extra that installs a package which is imported where it is used.
-EXTRAS = {"matplotlib": "charts", "rich": "demo", "safetensors": "pretrained", "tensorboard": "train", "transformers": "transformers"}
+EXTRAS = {
+    "matplotlib": "charts",
+    "rich": "demo",
+    "safetensors": "pretrained",
+    "tensorboard": "train",
+    "transformers": "transformers",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
