@@ -53,6 +53,24 @@ LONG = 28  # characters from which on a cell is text, which may wrap; a shorter 
 # Should a part ever ask for something from elsewhere, the browser refuses.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
+HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="lead">{lead}</p>
+{body}
+</body>
+</html>
+"""
+
 
 class Page:
     """Collects the parts of a page in order; `render` gives the file. All text is escaped."""
@@ -97,28 +115,8 @@ class Page:
 
     def render(self) -> str:
         """The whole file."""
-        title = escape(self.title)
-        return "\n".join(
-            [
-                "<!DOCTYPE html>",
-                '<html lang="en">',
-                "<head>",
-                '<meta charset="utf-8">',
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-                '<link rel="icon" href="data:,">',
-                f"<title>{title}</title>",
-                f"<style>{STYLE}</style>",
-                "</head>",
-                "<body>",
-                f"<h1>{title}</h1>",
-                f'<p class="lead">{escape(self.lead)}</p>',
-                *self._parts,
-                "</body>",
-                "</html>",
-                "",
-            ]
-        )
+        title, lead = escape(self.title), escape(self.lead)
+        return HEAD.format(policy=POLICY, title=title, style=STYLE, lead=lead, body="\n".join(self._parts))
 
 
 def _heading(text: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.bench import exactness
@@ -228,10 +229,9 @@ def test_pictures_are_those_of_show(name: str, tmp_path: Path) -> None:
 def test_with_and_without_rich_the_same_is_told(
     quick: None, files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console_module = pytest.importorskip("rich.console")
     monkeypatch.setattr(training, "source_files", lambda: files)
     told = []
-    for make in (None, lambda stream: console_module.Console(file=stream, width=80, force_terminal=True)):
+    for make in (None, lambda stream: Console(file=stream, width=80, force_terminal=True)):
         stream = io.StringIO()
         demo_story.gather(demo_story.View(stream, make and make(stream)), 1.0, 0.0, 12)
         told.append(stream.getvalue())
@@ -253,7 +253,6 @@ def test_pipes_get_lines_and_json_leaves_stdout_alone(monkeypatch: pytest.Monkey
         patch.setitem(sys.modules, "rich.console", None)
         assert demo_story.choose_view(is_json=False).console is None
     assert "pip install 'dilated-attention[demo]'" in capsys.readouterr().out
-    pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert demo_story.choose_view(is_json=False).console is not None
 

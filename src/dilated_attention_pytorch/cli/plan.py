@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if proposal.budget is not None:
         longest = longest_length(options, proposal.budget)
         ranks = proposal.ranks if proposal.fits else fewest_ranks(options, proposal.budget)
-    facts = {**as_dict(proposal), "longest_length": longest, "ranks_that_fit": ranks}
+    facts = {**proposal.as_dict(), "longest_length": longest, "ranks_that_fit": ranks}
     if options.json:
         print_json({**facts, "code": code_of(proposal)})
         return 0
@@ -79,38 +79,6 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     print(paint("\ncode", "bold"), code_of(proposal), sep="\n")
     return 0
-
-
-def as_dict(proposal: Proposal) -> dict[str, Any]:
-    """The plan in numbers."""
-    call = proposal.call
-    shape, spec = call.shape, call.spec
-    return {
-        "length": shape.n,
-        "batch": shape.b,
-        "heads": shape.h,
-        "kv_heads": shape.h_kv,
-        "head_dim": shape.d,
-        "layers": call.layers,
-        "dtype": str(call.dtype).removeprefix("torch."),
-        "device": str(call.device),
-        "is_causal": spec.is_causal,
-        "train": call.train,
-        "ranks": proposal.ranks,
-        "segment_lengths": list(spec.segment_lengths),
-        "dilation_rates": list(spec.dilation_rates),
-        "kind": proposal.kind,
-        "options": dict(proposal.options),
-        "flops": {direction: proposal.flops(direction) for direction in call.passes},
-        "share_of_dense_flops": proposal.pairs / proposal.dense_pairs,
-        "time_over_dense": proposal.relative_time,
-        "memory": {**proposal.memory._asdict(), "peak": proposal.memory.peak},
-        "memory_budget": proposal.budget,
-        "fits": proposal.fits,
-        "strategy": None if proposal.schedule is None else proposal.schedule.strategy,
-        "received_bytes": {direction: proposal.received_bytes(direction) for direction in call.passes},
-        "reasons": list(proposal.reasons),
-    }
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:

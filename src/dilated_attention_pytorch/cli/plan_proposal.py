@@ -6,7 +6,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,33 +45,46 @@ class Proposal:
     def fits(self) -> bool | None:
         return None if self.budget is None else self.memory.peak <= self.budget
 
-    @property
-    def dense_pairs(self) -> int:
-        b, n, h, _, _ = self.call.shape
-        return b * h * (n * (n + 1) // 2 if self.call.spec.is_causal else n * n)
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in numbers."""
+        call, (b, n, h, h_kv, d), spec = self.call, self.call.shape, self.call.spec
+        dense_pairs = b * h * (n * (n + 1) // 2 if spec.is_causal else n * n)
+        products = {"forward": 2, "backward": 5}  # of matrices, of all layers and ranks
+        return {
+            "length": n,
+            "batch": b,
+            "heads": h,
+            "kv_heads": h_kv,
+            "head_dim": d,
+            "layers": call.layers,
+            "dtype": str(call.dtype).removeprefix("torch."),
+            "device": str(call.device),
+            "is_causal": spec.is_causal,
+            "train": call.train,
+            "ranks": self.ranks,
+            "segment_lengths": list(spec.segment_lengths),
+            "dilation_rates": list(spec.dilation_rates),
+            "kind": self.kind,
+            "options": dict(self.options),
+            "flops": {x: 2 * products[x] * d * self.pairs * call.layers for x in call.passes},
+            "share_of_dense_flops": self.pairs / dense_pairs,
+            # It can be told on one CPU; that of ranks depends on their network.
+            "time_over_dense": None if self.ranks > 1 else relative_time(call),
+            "memory": {**self.memory._asdict(), "peak": self.memory.peak},
+            "memory_budget": self.budget,
+            "fits": self.fits,
+            "strategy": None if self.schedule is None else self.schedule.strategy,
+            "received_bytes": {direction: self._received_bytes(direction) for direction in call.passes},
+            "reasons": list(self.reasons),
+        }
 
-    @cached_property
-    def relative_time(self) -> float | None:
-        """Over that of dense attention, where it can be told: on one CPU. Ranks depend on their network."""
-        return None if self.ranks > 1 else relative_time(self.call)
-
-    def flops(self, direction: Pass = "forward") -> int:
-        """Of all layers and ranks: 2 products of matrices forward, 5 backward."""
-        return 2 * (2 if direction == "forward" else 5) * self.call.shape.d * self.pairs * self.call.layers
-
-    def received_bytes(self, direction: Pass = "forward") -> int:
+    def _received_bytes(self, direction: Pass) -> int:
         """Of all layers, by the rank that receives most."""
         if self.schedule is None:
             return 0
-        most = max(self.schedule.received_bytes(rank, direction) for rank in self._ranks_to_ask)
-        return most * self.call.layers
-
-    @property
-    def _ranks_to_ask(self) -> list[int]:
-        """The middle and both ends: bytes sent back are counted peer by peer, which takes long for many."""
-        return sorted(
-            {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
-        )
+        # The middle and both ends: bytes sent back are counted peer by peer, which takes long for many.
+        ends = {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
+        return max(self.schedule.received_bytes(rank, direction) for rank in ends) * self.call.layers
 
 
 def make_proposal(options: Namespace) -> Proposal:
