@@ -19,7 +19,7 @@ from dilated_attention_pytorch.block_ops import (
     block_sparse_attention_op,
     write_recipe,
 )
-from dilated_attention_pytorch.sparse_spec import SparsePatternConfig
+from dilated_attention_pytorch.spec import SparsePatternConfig
 from support.op_checks import check_autocast, check_checkpointing
 from support.tolerances import assert_close, assert_same_gradients
 

@@ -68,8 +68,7 @@ if typing.TYPE_CHECKING:
         shard_sequence,
         unshard_sequence,
     )
-    from .sparse_spec import SparsePatternConfig
-    from .spec import DilatedSpec, branches_for
+    from .spec import DilatedSpec, SparsePatternConfig, branches_for
 
 __all__ = [
     "BlockPattern",
@@ -182,8 +181,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "shard_sequence",
         "unshard_sequence",
     ),
-    "sparse_spec": ("SparsePatternConfig",),
-    "spec": ("DilatedSpec", "branches_for"),
+    "spec": ("DilatedSpec", "SparsePatternConfig", "branches_for"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

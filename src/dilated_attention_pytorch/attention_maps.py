@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention_op import without_autocast
-from .checks import check_inputs, named_keywords
-from .core.blocks import check_dense
+from .checks import check_dense, check_inputs, named_keywords
 from .ops import document_bounds
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail

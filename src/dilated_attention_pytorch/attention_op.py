@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+from .checks import autocasts, check_positive_int
 from .core.host_memory import describe_bytes, is_out_of_memory
 from .core.relief import out_of_memory, release_idle_memory
-from .core.sources import find_source, retries
+from .core.sources import check_memory, find_source, retries
 from .core.workspace import Workspace
 from .engine import Inputs
-from .kernels import Request, choose_kernel
+from .kernels import Request, check_kernel_name, choose_kernel
 
 _T = TypeVar("_T")
 _O = TypeVar("_O", bound="RunOptions")
@@ -70,8 +71,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
-def autocasts(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_cache: bool) -> None:
+    """Validates how to run, as far as that can be known without tensors."""
+    check_memory(memory)
+    if not isinstance(use_pattern_cache, bool):
+        raise TypeError(f"use_pattern_cache must be a bool, got {use_pattern_cache!r}")
+    check_kernel_name(kernel)
+    check_positive_int("workspace_bytes", workspace_bytes)
 
 
 def attention_inputs(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .checks import refuse_unknown
 from .factory import LOGGER, Choice
 from .modules import (
     BlockSparseAdaptiveDilatedAttention,
@@ -17,8 +18,7 @@ from .modules import (
     BlockSparseRingMultiheadDilatedAttention,
 )
 from .plan import BlockPattern
-from .sparse_spec import SparsePatternConfig
-from .spec import refuse_unknown, resolve_branches
+from .spec import SparsePatternConfig, resolve_branches
 
 VARIANTS: Mapping[str, type[BlockSparseDilatedAttention] | type[BlockSparseMultiheadDilatedAttention]] = {
     "base": BlockSparseDilatedAttention,

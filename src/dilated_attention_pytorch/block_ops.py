@@ -19,7 +19,7 @@ from .core.workspace import Workspace
 from .engine import Merged
 from .plan import BlockPattern, BlockPlan, build_pattern, plan_blocks
 from .plan.block_sparse import BYTES_A_THREAD
-from .sparse_spec import SparsePatternConfig
+from .spec import SparsePatternConfig
 
 
 class BlockOptions(NamedTuple):

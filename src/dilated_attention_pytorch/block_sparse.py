@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .attention_op import check_execution
 from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
-from .checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
-from .core.blocks import check_flags, check_positive_int
+from .checks import (
+    autocast_inputs,
+    check_flags,
+    check_inputs,
+    check_positive_int,
+    named_keywords,
+    refuse_forward_mode,
+)
 from .flex import flex_block_sparse, why_not_flex
 from .plan import BlockPattern, build_pattern, score_pattern
-from .sparse_spec import SparsePatternConfig
-from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec
+from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, SparsePatternConfig
 
 
 @named_keywords

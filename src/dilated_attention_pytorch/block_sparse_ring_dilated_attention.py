@@ -2,6 +2,6 @@
 
 from .core import PersistentPatternCache
 from .modules import BlockSparseRingDilatedAttention
-from .sparse_spec import SparsePatternConfig
+from .spec import SparsePatternConfig
 
 __all__ = ["BlockSparseRingDilatedAttention", "PersistentPatternCache", "SparsePatternConfig"]

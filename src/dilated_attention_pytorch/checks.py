@@ -1,31 +1,47 @@
-"""What the public doors check before anything runs: errors that state the rule and the fact."""
+"""Every validator of the package: errors that state the rule and the fact, before anything runs.
+
+Torch is imported where tensors are looked at, so that command lines can check numbers without it.
+"""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
-
-from .attention_op import autocasts
-from .core.blocks import check_dense, check_positive_int
-from .core.sources import check_memory
-from .kernels import check_kernel_name
-from .spec import refuse_unknown
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MASKS = ("attention_mask", "attn_mask", "mask", "key_padding_mask")  # of other libraries and of modules
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def float_dtypes() -> tuple[torch.dtype, ...]:
+    """Of queries, keys and values."""
+    import torch
+
+    return torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def autocasts(device: torch.device) -> bool:
+    import torch
+
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast casts for scaled_dot_product_attention: floating point except float64."""
+    import torch
+
     tensors = (q, k, v)
-    if not all(isinstance(x, Tensor) for x in tensors):
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
         return tensors  # for check_inputs to reject
     if not autocasts(q.device):
         return tensors
@@ -57,19 +73,13 @@ def _refuse_keyword(function: str, name: str, known: tuple[str, ...]) -> None:
 
 def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
     """The custom op would drop a tangent without a word."""
+    import torch
+    from torch.autograd import forward_ad
+
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise TypeError(f"{name} has no forward-mode derivative, got a tensor with a tangent")
-
-
-def check_execution(kernel: str, workspace_bytes: int, memory: str, use_pattern_cache: bool) -> None:
-    """Validates how to run, as far as that can be known without tensors."""
-    check_memory(memory)
-    if not isinstance(use_pattern_cache, bool):
-        raise TypeError(f"use_pattern_cache must be a bool, got {use_pattern_cache!r}")
-    check_kernel_name(kernel)
-    check_positive_int("workspace_bytes", workspace_bytes)
 
 
 def check_head_slice(head_slice: tuple[int, int], h: int, h_kv: int) -> None:
@@ -98,13 +108,15 @@ def check_inputs(
     same_length: bool = True,
 ) -> None:
     """Validates the tensors of a call, all but the values of cu_seqlens."""
+    import torch
+
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
+        if x.dtype not in float_dtypes():
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -130,6 +142,8 @@ def check_inputs(
 
 def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Validates the tensors of a decoding call, which has no gradient."""
+    import torch
+
     check_inputs(q, k, v, None, None, same_length=False)
     if k.shape[1] < 1:
         raise ValueError(f"k must have at least one position, got shape {tuple(k.shape)}")
@@ -143,7 +157,9 @@ def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+    import torch
+
+    if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
         raise TypeError(
             f"key_mask must be a bool tensor, got {getattr(key_mask, 'dtype', type(key_mask).__name__)}"
         )
@@ -157,7 +173,9 @@ def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
 
 
 def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    import torch
+
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {kind}")
     check_dense("cu_seqlens", cu_seqlens)
@@ -175,7 +193,9 @@ def whole_numbers(
     name: str, values: Sequence[int] | Tensor, num: int | None, largest: int, *, least: int = 0
 ) -> list[int]:
     """`num` integers (or, for None, any number but 0 of them) from `least` to `largest`, checked."""
-    if isinstance(values, Tensor):
+    import torch
+
+    if isinstance(values, torch.Tensor):
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers, got {values.dtype}")
         check_dense(name, values, needs_values=True)
@@ -192,3 +212,172 @@ def whole_numbers(
         if not least <= value <= largest:
             raise ValueError(f"{name} must lie between {least} and {largest}, got {value}")
     return list(values)
+
+
+def positive_int(name: str, value: object, bits: int = 62) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a positive int, got {value!r} of type {type(value).__name__}")
+    number = operator.index(value)
+    if not 0 < number < 2**bits:
+        raise ValueError(f"{name} must be positive and below 2**{bits}, got {number}")
+    return number
+
+
+def positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
+    if hasattr(values, "tolist"):  # or tensors of booleans and of one column would pass as integers
+        values = _listed(name, values)
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__getitem__"):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    numbers = []
+    for value in values:
+        if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+            raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__}")
+        numbers.append(operator.index(value))
+    if not numbers:
+        raise ValueError(f"{name} must name at least one branch, got none")
+    if min(numbers) < 1:
+        raise ValueError(f"{name} must be positive, got {tuple(numbers)}")
+    if max(numbers) >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {tuple(numbers)}")
+    return tuple(numbers)
+
+
+def _listed(name: str, values: Any) -> Any:
+    try:
+        return values.tolist()
+    except RuntimeError as error:
+        rule = f"{name} must be a sequence of integers"
+        raise TypeError(f"{rule}, got a {type(values).__name__} that cannot be read") from error
+
+
+def finite_float(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not -math.inf < number < math.inf:
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def close_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names that are nearest to one that is not known, whatever their case."""
+    by_lower = {each.lower(): each for each in known}
+    return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=most)]
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """A hint at the closest of the known names; empty if none is close."""
+    close = close_names(name, known, most)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()
+) -> None:
+    """Raises for a given keyword that `owner` does not know; `others` are names that may be meant."""
+    known = set(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads`, to which JSON that nests too deeply is bad JSON like any other: a ValueError."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("JSON must not nest deeper than Python can follow, got text that does") from None
+
+
+def check_whole_number(name: str, value: int, least: int, bits: int = 62) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple of sizes that are not negative."""
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"shape must consist of integers, got {shape!r}")
+        if size < 0:
+            raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
+    return sizes
+
+
+def check_alignment(alignment: int | None) -> None:
+    if alignment is None:
+        return
+    if isinstance(alignment, bool) or not isinstance(alignment, int):
+        raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"alignment must be a power of two, got {alignment}")
+    if alignment > 2**30:
+        raise ValueError(f"alignment must be at most 2**30, got {alignment}")
+
+
+def check_flags(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+
+
+def check_device(device: torch.device | str | None) -> torch.device | None:
+    """The device of a name; None stays None."""
+    import torch
+
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+
+
+def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raises unless it is None or a floating-point dtype."""
+    import torch
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
+
+
+def check_positive_int(name: str, value: int, bits: int = 62) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+    if value >= 2**62:
+        raise ValueError(f"{name} must be below 2**62, got {value}")
+
+
+def check_pool_size(name: str, value: int | None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    if value is not None and not whole:
+        raise ValueError(f"{name} must be an integer of 0 or more, or None, got {value!r}")
+
+
+def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:
+    """Raises for sparse and nested tensors and, where values are read, for those of the meta device."""
+    import torch
+
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested one" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
+    if needs_values and x.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on the meta device")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .core.blocks import check_device, check_positive_int
+from .checks import check_device, check_positive_int, refuse_unknown
 from .core.host_memory import describe_bytes, device_memory
 from .modules import (
     BlockSparseDilatedAttention,
@@ -21,7 +21,7 @@ from .modules import (
 )
 from .modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 from .modules.skin import AttentionSkin
-from .spec import DilatedSpec, refuse_unknown, resolve_branches
+from .spec import DilatedSpec, resolve_branches
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on

@@ -8,15 +8,16 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from .attention_op import check_execution
 from .checks import (
     autocast_inputs,
-    check_execution,
+    check_flags,
     check_head_slice,
     check_inputs,
+    check_positive_int,
     named_keywords,
     refuse_forward_mode,
 )
-from .core.blocks import check_flags, check_positive_int
 from .ops import dilated_attention_op
 from .plan import DEFAULT_WORKSPACE_BYTES
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail

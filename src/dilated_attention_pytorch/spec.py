@@ -1,16 +1,14 @@
-"""WHAT is computed: the static description of a dilated attention call, validated once."""
+"""WHAT is computed: static descriptions of dilated and block-sparse attention, validated once."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-import numbers
-import operator
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
+
+from .checks import check_flags, check_whole_number, finite_float, one_of, positive_int, positive_ints
 
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
@@ -39,9 +37,9 @@ class DilatedSpec:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
-        set_field(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths, 62))
+        set_field(self, "segment_lengths", positive_ints("segment_lengths", self.segment_lengths, 62))
         # Rates are multiplied with strides, and the products must fit 64 bits.
-        set_field(self, "dilation_rates", _positive_ints("dilation_rates", self.dilation_rates, 31))
+        set_field(self, "dilation_rates", positive_ints("dilation_rates", self.dilation_rates, 31))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 "segment_lengths and dilation_rates must have the same length, got "
@@ -62,9 +60,7 @@ class DilatedSpec:
         one_of("head_mixing", self.head_mixing, get_args(HeadMixing))
         one_of("head_offsets", self.head_offsets, get_args(HeadOffsets))
         one_of("tail", self.tail, get_args(Tail))
-        for name in ("is_causal", "detach_mixing"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        check_flags(is_causal=self.is_causal, detach_mixing=self.detach_mixing)
 
     def scale_for(self, d: int) -> float:
         """The factor of the scores of heads with d features."""
@@ -155,84 +151,115 @@ def resolve_branches(
     return branches_for(max_length, num_heads)
 
 
-def positive_int(name: str, value: object, bits: int = 62) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a positive int, got {value!r} of type {type(value).__name__}")
-    number = operator.index(value)
-    if not 0 < number < 2**bits:
-        raise ValueError(f"{name} must be positive and below 2**{bits}, got {number}")
-    return number
+PatternType = Literal[
+    "dilated_sparse", "local_window", "global_local", "strided", "random", "hierarchical", "adaptive"
+]
+Levels = tuple[tuple[int, float], ...]
+MAX_BLOCK_SIZE = 2**16
+_MAX_LEVELS = 32
+HIERARCHIES: dict[str, Levels] = {
+    "standard": ((1, 0.5), (4, 0.25), (16, 0.25)),
+    "fine": ((1, 0.75), (4, 0.25)),
+    "long_range": ((1, 0.25), (4, 0.25), (16, 0.25), (64, 0.25)),
+}
 
 
-def _positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
-    if hasattr(values, "tolist"):  # or tensors of booleans and of one column would pass as integers
-        values = _listed(name, values)
-    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__getitem__"):
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    numbers = []
-    for value in values:
-        if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
-            raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__}")
-        numbers.append(operator.index(value))
-    if not numbers:
-        raise ValueError(f"{name} must name at least one branch, got none")
-    if min(numbers) < 1:
-        raise ValueError(f"{name} must be positive, got {tuple(numbers)}")
-    if max(numbers) >= 2**bits:
-        raise ValueError(f"{name} must be below 2**{bits}, got {tuple(numbers)}")
-    return tuple(numbers)
+@dataclass(frozen=True)
+class SparsePatternConfig:
+    """Which blocks of `block_size` x `block_size` query-key pairs are kept. Hashable and free of tensors.
+
+    `sparsity_ratio` is the fraction of blocks **kept** (0.01 is "99 % sparse"), under a causal mask of those
+    in the lower triangle: the budget of every row. A row always keeps its own block. The types:
+
+    - "local_window": the nearest blocks.
+    - "dilated_sparse": the blocks that a dilated attention reaches at block granularity, nearest first:
+      those of a row's own segment at distances that the segment's rate divides; then the nearest others.
+    - "global_local": the first blocks of the sequence, which attend everywhere and are attended from
+      everywhere, then the nearest blocks.
+    - "strided": blocks at equal distances over the whole sequence; the nearest others fill the budget.
+    - "random": blocks drawn by `seed`, for each head anew.
+    - "hierarchical": the nearest blocks of the grid of each level (stride, share of the budget). `hierarchy`
+      is a name of `HIERARCHIES` or the levels themselves.
+    - "adaptive": the blocks whose pooled keys score best against the pooled queries; depends on the content.
+
+    `global_tokens` makes that many first tokens global in any type, as far as half of the budget goes. After
+    them `window_size`, in tokens, is kept first in any type; "local_window" and "global_local" keep nothing
+    beyond it and may then stay below the budget.
+    """
+
+    pattern_type: PatternType = "dilated_sparse"
+    sparsity_ratio: float = 0.1
+    block_size: int = 128
+    window_size: int | None = None
+    global_tokens: int | None = None
+    hierarchy: str | Sequence[tuple[int, float]] = "standard"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("pattern_type", self.pattern_type, get_args(PatternType))
+        ratio = finite_float("sparsity_ratio", self.sparsity_ratio)
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"sparsity_ratio is the fraction kept, above 0 and at most 1, got {ratio}")
+        object.__setattr__(self, "sparsity_ratio", ratio)
+        check_whole_number("block_size", self.block_size, 1)
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
+        if self.window_size is not None:
+            check_whole_number("window_size", self.window_size, 1)
+            if self.window_size < self.block_size:
+                raise ValueError(
+                    f"window_size must hold at least one block of {self.block_size} tokens, "
+                    f"got {self.window_size}"
+                )
+        if self.global_tokens is not None:
+            check_whole_number("global_tokens", self.global_tokens, 0)
+        check_whole_number("seed", self.seed, 0, bits=63)
+        if not isinstance(self.hierarchy, str):
+            object.__setattr__(self, "hierarchy", _check_levels(self.hierarchy))
+        elif self.hierarchy not in HIERARCHIES:
+            raise ValueError(
+                f"hierarchy must be levels or one of {', '.join(map(repr, HIERARCHIES))}, "
+                f"got {self.hierarchy!r}"
+            )
+
+    @property
+    def levels(self) -> Levels:
+        """The levels (stride in blocks, share of the budget) of a hierarchical pattern."""
+        if isinstance(self.hierarchy, str):
+            return HIERARCHIES[self.hierarchy]
+        return tuple(self.hierarchy)
+
+    @classmethod
+    def of(cls, config: SparsePatternConfig | Mapping[str, Any] | None) -> SparsePatternConfig:
+        """A config from itself, from its fields as a mapping, or the default one."""
+        if isinstance(config, cls):
+            return config
+        if config is None:
+            return cls()
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"sparse_config must be a SparsePatternConfig or a dict, got {type(config).__name__}"
+            )
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in config if name not in known]:
+            raise ValueError(f"sparse_config has the fields {', '.join(known)}, got {unknown}")
+        return cls(**config)
 
 
-def _listed(name: str, values: Any) -> Any:
+def _check_levels(levels: Sequence[tuple[int, float]]) -> Levels:
     try:
-        return values.tolist()
-    except RuntimeError as error:
-        rule = f"{name} must be a sequence of integers"
-        raise TypeError(f"{rule}, got a {type(values).__name__} that cannot be read") from error
-
-
-def finite_float(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not -math.inf < number < math.inf:
-        raise ValueError(f"{name} must be finite, got {number}")
-    return number
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def close_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The known names that are nearest to one that is not known, whatever their case."""
-    by_lower = {each.lower(): each for each in known}
-    return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=most)]
-
-
-def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """A hint at the closest of the known names; empty if none is close."""
-    close = close_names(name, known, most)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
-
-
-def refuse_unknown(
-    owner: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()
-) -> None:
-    """Raises for a given keyword that `owner` does not know; `others` are names that may be meant."""
-    known = set(known)
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
-
-
-def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """`json.loads`, to which JSON that nests too deeply is bad JSON like any other: a ValueError."""
-    try:
-        return json.loads(text, **hooks)
-    except RecursionError:
-        raise ValueError("JSON must not nest deeper than Python can follow, got text that does") from None
+        pairs = [(stride, share) for stride, share in levels]
+    except (TypeError, ValueError):
+        raise TypeError(f"hierarchy must hold pairs (stride, share), got {levels!r}") from None
+    if not 1 <= len(pairs) <= _MAX_LEVELS:
+        raise ValueError(f"hierarchy must have 1 to {_MAX_LEVELS} levels, got {len(pairs)}")
+    checked = []
+    for stride, share in pairs:
+        check_whole_number("a stride of hierarchy", stride, 1)
+        share = finite_float("a share of hierarchy", share)
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"a share of hierarchy must lie above 0 and at most at 1, got {share}")
+        checked.append((stride, share))
+    if sum(share for _, share in checked) > 1.0 + 1e-9:
+        raise ValueError(f"the shares of hierarchy must add up to at most 1, got {tuple(checked)}")
+    return tuple(checked)

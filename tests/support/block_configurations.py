@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import BlockPattern, SparsePatternConfig, build_block_pattern
-from dilated_attention_pytorch.sparse_spec import HIERARCHIES, PatternType
+from dilated_attention_pytorch.spec import HIERARCHIES, PatternType
 
 from .configurations import LAYOUTS, Configuration
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
 from .. import block_sparse, functional, modules, ring
-from ..sparse_spec import SparsePatternConfig
-from ..spec import did_you_mean
+from ..checks import did_you_mean
+from ..spec import SparsePatternConfig
 from .module_cases import ModuleConfig
 from .peers import FlexAttention, LocalWindows, why_not_flex, why_not_local, why_not_torchscale
 from .sparse_candidates import make_pattern

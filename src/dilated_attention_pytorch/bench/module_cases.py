@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec, branches_for
+from ..spec import DilatedSpec, SparsePatternConfig, branches_for
 from .config import Config
 
 Memory = Literal["fresh", "pool", "lightweight"]

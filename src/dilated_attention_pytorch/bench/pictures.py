@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..block_sparse import build_block_pattern
 from ..plan import BlockPattern
-from ..sparse_spec import SparsePatternConfig
+from ..spec import SparsePatternConfig
 
 BLOCK, BLOCKS, PIXELS = 64, 64, 256
 SEGMENT_LENGTHS, DILATION_RATES = (512, 2048, 4096), (1, 4, 8)

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..spec import parse_json
+from ..checks import parse_json
 from .cases import Case, case_from_dict, case_to_dict
 from .figures import Figure, make_figures
 from .measure import Timing

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..spec import branches_for, did_you_mean
+from ..checks import did_you_mean
+from ..spec import branches_for
 from .cases import SUITES, Case, LongCase, PoolCase, describe
 from .forecast_cases import ForecastCase, forecast_target
 from .limit_cases import LIMIT_CONFIG, LIMITED, LimitCase, limit_case, limit_target

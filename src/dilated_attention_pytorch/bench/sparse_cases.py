@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..sparse_spec import PatternType, SparsePatternConfig
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, PatternType, SparsePatternConfig
 
 RING, BASE = "BlockSparseRingDilatedAttention", "BlockSparseDilatedAttention"
 STRUCTURED: tuple[PatternType, ...] = (

@@ -21,8 +21,7 @@ from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..plan import BlockPattern
 from ..ring import plan_ring
-from ..sparse_spec import SparsePatternConfig
-from ..spec import Branches, branches_for
+from ..spec import Branches, SparsePatternConfig, branches_for
 
 HEADS, HEAD_DIM = 8, 64
 FIRST_LENGTH, LAST_LENGTH = 1024, 2**20

@@ -17,7 +17,7 @@ from ..core import get_global_memory_pool, get_global_pattern_cache
 from ..core.host_memory import device_memory, host_memory, numa_nodes
 from ..kernels import KERNELS, Request, choose_kernel
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
-from ..sparse_spec import SparsePatternConfig
+from ..spec import SparsePatternConfig
 
 # What each optional package is for.
 OPTIONAL = {

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from .. import __version__
-from ..spec import close_names
+from ..checks import close_names
 
 PROGRAM = "dilated-attention"
 PACKAGE = __package__.rpartition(".")[0]

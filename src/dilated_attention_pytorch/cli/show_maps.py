@@ -14,8 +14,7 @@ from ..block_sparse import build_block_pattern
 from ..plan.heads import branch_heads
 from ..plan.pictures import FUTURE, INK, WHITE, Colour, Map, Meaning, scale_of, shade, svg_of, write_picture
 from ..reference import multiplicity
-from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, SparsePatternConfig
 from .text import show_count
 
 MAX_PAIRS = 2**26  # of all heads and branches: about half a GiB of counts

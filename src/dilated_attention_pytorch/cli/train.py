@@ -19,7 +19,7 @@ from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..spec import parse_json
+from ..checks import parse_json
 from ..train.config import PRECISIONS, ConfigError, TrainConfig, read_settings
 from .text import int_list, whole_number
 

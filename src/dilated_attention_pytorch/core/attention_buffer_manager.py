@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .blocks import check_device, check_flags, check_positive_int, check_shape
+from ..checks import check_device, check_flags, check_positive_int, check_shape
 from .buffer_config import (
     CAPACITY,
     DEFAULT_CONFIGS,

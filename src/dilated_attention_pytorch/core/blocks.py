@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from ..checks import check_alignment, check_flags
 
 SMALLEST = 512  # bytes of the smallest size class
 MOST_ASKED = 64  # blocks of a size that are asked whether they are idle
@@ -181,74 +182,3 @@ def size_class(nbytes: int) -> int:
     """Rounded up to one of four sizes between powers of two."""
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(SMALLEST, -(-nbytes // step) * step)
-
-
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of sizes that are not negative."""
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"shape must consist of integers, got {shape!r}")
-        if size < 0:
-            raise ValueError(f"shape must not be negative, got {tuple(sizes)}")
-    return sizes
-
-
-def check_alignment(alignment: int | None) -> None:
-    if alignment is None:
-        return
-    if isinstance(alignment, bool) or not isinstance(alignment, int):
-        raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"alignment must be a power of two, got {alignment}")
-    if alignment > 2**30:
-        raise ValueError(f"alignment must be at most 2**30, got {alignment}")
-
-
-def check_flags(**flags: bool) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
-
-
-def check_device(device: torch.device | str | None) -> torch.device | None:
-    """The device of a name; None stays None."""
-    try:
-        return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
-
-
-def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
-    """Raises unless it is None or a floating-point dtype."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
-
-
-def check_positive_int(name: str, value: int, bits: int = 62) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if value >= 2**bits:
-        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
-
-
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
-    if value >= 2**62:
-        raise ValueError(f"{name} must be below 2**62, got {value}")
-
-
-def check_pool_size(name: str, value: int | None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
-    if value is not None and not whole:
-        raise ValueError(f"{name} must be an integer of 0 or more, or None, got {value!r}")
-
-
-def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:
-    """Raises for sparse and nested tensors and, where values are read, for those of the meta device."""
-    if x.is_nested or x.layout != torch.strided:
-        kind = "a nested one" if x.is_nested else x.layout
-        raise TypeError(f"{name} must be a dense tensor, got {kind}")
-    if needs_values and x.is_meta:
-        raise ValueError(f"{name} must have values, got a tensor on the meta device")

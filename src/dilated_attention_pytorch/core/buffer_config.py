@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
 
-from .blocks import Fit, check_alignment, check_flags
+from ..checks import check_alignment, check_flags
+from .blocks import Fit
 from .host_memory import numa_nodes
 
 MIB = 2**20

@@ -16,21 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_count, check_device, check_flags, check_pool_size, check_shape
 from . import relief
-from .blocks import (
-    SMALLEST,
-    Block,
-    Blocks,
-    Placement,
-    check_count,
-    check_device,
-    check_flags,
-    check_pool_size,
-    check_shape,
-    needed_bytes,
-    size_class,
-    tensor_in,
-)
+from .blocks import SMALLEST, Block, Blocks, Placement, needed_bytes, size_class, tensor_in
 from .host_memory import describe_bytes, host_memory, numa_nodes
 from .relief import with_relief
 from .workspace import MakeResult, Workspace, fill_if_deterministic

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .blocks import check_flags, check_positive_int
+from ..checks import check_flags, check_positive_int
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("dilated_attention_pytorch")

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_op import without_autocast
-from ..checks import DTYPES, autocast_inputs, check_execution, check_new_tokens, whole_numbers
-from ..core.blocks import check_device, check_float_dtype, check_positive_int
+from ..attention_op import check_execution, without_autocast
+from ..checks import (
+    autocast_inputs,
+    check_device,
+    check_float_dtype,
+    check_new_tokens,
+    check_positive_int,
+    float_dtypes,
+    whole_numbers,
+)
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
@@ -179,7 +186,7 @@ class DilatedKVCache:
             raise ValueError(f"the state must hold dense tensors of the shapes {expected}, got {shapes}")
         places = {(x.device, x.dtype) for x in held.values()}
         device, dtype = next(iter(places), (self.device, self.dtype))
-        if len(places) > 1 or self.dtype not in (None, dtype) or dtype not in (None, *DTYPES):
+        if len(places) > 1 or self.dtype not in (None, dtype) or dtype not in (None, *float_dtypes()):
             raise TypeError(f"this cache holds {self.dtype or 'one float dtype'}, the state {_names(places)}")
         lanes, device = self._stream.lanes, self.device or device
         copies = {lanes[int(name[6:])]: x.detach().to(device, copy=True) for name, x in held.items()}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention_op import without_autocast
-from ..checks import autocast_inputs, check_execution, check_new_tokens, named_keywords, whole_numbers
+from ..attention_op import check_execution, without_autocast
+from ..checks import autocast_inputs, check_new_tokens, named_keywords, whole_numbers
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..core.blocks import check_flags
+from ..checks import check_flags
 from ..modules.checkpoint_files import unwrap_state
 from ..modules.longnet_vit import LongNetViT, split_slide_state
 from ..modules.state_fit import LoadReport, copy_state

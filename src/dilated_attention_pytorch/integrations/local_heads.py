@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.blocks import check_positive_int
+from ..checks import check_positive_int
 from ..ring.comm import group_place
 
 Group = Any  # a ProcessGroup, or None for the default group

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from ..checks import check_execution
-from ..core.blocks import check_flags
+from ..attention_op import check_execution
+from ..checks import check_flags, one_of, positive_int
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import Branches, DilatedSpec, branches_for, one_of, positive_int
+from ..spec import Branches, DilatedSpec, branches_for
 
 REQUIRED = ("segment_lengths", "dilation_rates")
 SPEC = (*REQUIRED, "head_mixing", "head_offsets", "tail", "detach_mixing")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_flags
+from ..checks import check_flags
 from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
 from ..modules.state_fit import LoadReport, copy_state
 from ..modules.torchscale_names import check_torchscale_pattern, plain_names, split_torchscale_state

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.blocks import check_flags
-from ..spec import one_of, parse_json
+from ..checks import check_flags, one_of, parse_json
 
 _PARTS = ("encoder", "decoder")
 # torchscale's name: this library's name, and torchscale's default.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.blocks import check_flags
+from ..checks import check_flags
 from ..functional import dilated_attention
 from .local_heads import Group, check_four_dimensions, even_slice
 from .settings import check_settings

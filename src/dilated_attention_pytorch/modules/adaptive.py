@@ -13,12 +13,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
-from ..checks import autocast_inputs, check_inputs
-from ..core.blocks import check_positive_int
+from ..checks import autocast_inputs, check_inputs, check_positive_int, finite_float
 from ..core.tracing import uncompiled
 from ..plan import BlockPattern
-from ..sparse_spec import SparsePatternConfig
-from ..spec import finite_float
+from ..spec import SparsePatternConfig
 from .block_sparse import BlockSparseDilatedAttention, Prepared
 
 _FIRST_CALL = threading.RLock()  # of lazy modules, which could be neither copied nor pickled with their own

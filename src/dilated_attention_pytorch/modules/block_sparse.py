@@ -13,15 +13,13 @@ from torch.nn import functional as F
 
 from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
-from ..checks import autocast_inputs, check_inputs
+from ..checks import autocast_inputs, check_flags, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
-from ..core.blocks import check_flags
 from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
-from ..sparse_spec import SparsePatternConfig
-from ..spec import DilatedSpec, resolve_branches
+from ..spec import DilatedSpec, SparsePatternConfig, resolve_branches
 from .ring import RingOptions, RingSkin
 from .skin import AttentionSkin, one_dropout
 

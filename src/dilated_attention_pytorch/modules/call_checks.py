@@ -8,9 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ..attention_op import autocasts
-from ..core.blocks import check_dense
-from ..spec import finite_float
+from ..checks import autocasts, check_dense, finite_float
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

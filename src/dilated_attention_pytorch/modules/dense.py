@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import autocast_inputs, check_inputs
-from ..core.blocks import check_flags
-from ..spec import finite_float
+from ..checks import autocast_inputs, check_flags, check_inputs, finite_float
 from .call_checks import check_probabilities
 from .skin import one_dropout
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.blocks import check_count, check_device, check_flags, check_float_dtype, check_positive_int
-from ..spec import one_of
+from ..checks import check_count, check_device, check_flags, check_float_dtype, check_positive_int, one_of
 from .call_checks import check_positive, check_probabilities
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import whole_numbers
-from ..core.blocks import check_positive_int
+from ..checks import check_positive_int, whole_numbers
 from .sampling import Sampler, Sampling
 
 if TYPE_CHECKING:

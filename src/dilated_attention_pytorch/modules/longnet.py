@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_dense, check_device, check_float_dtype
+from ..checks import check_dense, check_device, check_float_dtype
 from ..decode import DilatedKVCache
 from .feed_forward import magneto_gamma
 from .generation import Generation

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from ..core.blocks import check_flags, check_positive_int
-from ..spec import DilatedSpec, finite_float, one_of, parse_json, refuse_unknown, resolve_branches
+from ..checks import check_flags, check_positive_int, finite_float, one_of, parse_json, refuse_unknown
+from ..spec import DilatedSpec, resolve_branches
 from .call_checks import check_positive, check_probabilities
 from .feed_forward import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import check_flags, check_positive_int
+from ..checks import check_flags, check_positive_int, one_of, refuse_unknown
 from ..decode import DilatedKVCache
-from ..spec import one_of, refuse_unknown
 from .call_checks import check_embedded, check_probabilities
 from .feed_forward import magneto_gamma
 from .longnet_config import LongNetDecoderConfig, LongNetEncoderConfig, StackConfig

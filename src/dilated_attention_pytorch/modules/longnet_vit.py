@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_dense, check_device, check_flags, check_float_dtype
+from ..checks import check_dense, check_device, check_flags, check_float_dtype
 from .call_checks import explain_mismatch
 from .checkpoint_files import read_checkpoint
 from .longnet_config import StackConfig

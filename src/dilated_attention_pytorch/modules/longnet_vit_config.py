@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.blocks import check_flags, check_positive_int
+from ..checks import check_flags, check_positive_int
 from .longnet_config import StackConfig
 
 GIGAPATH_RATES = (1, 2, 4, 8, 16)

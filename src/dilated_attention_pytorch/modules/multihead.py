@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..spec import refuse_unknown, resolve_branches
+from ..checks import refuse_unknown
+from ..spec import resolve_branches
 from .attention import DilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .multihead_skin import MultiheadSkin

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..core.blocks import check_flags
+from ..checks import check_flags
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from .attention import DilatedAttention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
-from ..core.blocks import check_device, check_flags, check_float_dtype, check_positive_int
+from ..checks import check_device, check_flags, check_float_dtype, check_positive_int
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..checks import whole_numbers
-from ..core.blocks import check_positive_int
-from ..spec import one_of
+from ..checks import check_positive_int, one_of, whole_numbers
 from .call_checks import check_positions, check_positive, require
 
 ENCODINGS = ("rotary", "xpos")

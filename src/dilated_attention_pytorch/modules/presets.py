@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..checks import check_flags
 from ..core import MemoryPool
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
-from ..core.blocks import check_flags
 from .attention import DilatedAttention
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_device, check_float_dtype
+from ..checks import check_device, check_float_dtype
 from .longnet_config import StackConfig
 from .multihead_skin import MultiheadSkin
 from .state_fit import check_fit

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_positive_int
+from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
 from ..functional import dilated_attention
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from ..spec import one_of
 from .attention import DilatedAttention
 from .skin import AttentionSkin
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_flags, check_positive_int
-from ..spec import finite_float
+from ..checks import check_flags, check_positive_int, finite_float
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_execution
+from ..attention_op import check_execution
+from ..checks import check_device, check_flags, check_float_dtype, refuse_unknown
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
-from ..core.blocks import check_device, check_flags, check_float_dtype
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
-from ..spec import DilatedSpec, refuse_unknown
+from ..spec import DilatedSpec
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import check_flags
+from ..checks import check_flags, one_of, refuse_unknown
 from ..decode import DilatedKVCache
-from ..spec import one_of, refuse_unknown
 from .call_checks import check_embedded, explain_mismatch
 from .dense import DenseAttention, check_lengths
 from .feed_forward import DropPath, FeedForward, magneto_gamma

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_dense, check_flags, check_positive_int
+from ..checks import check_dense, check_flags, check_positive_int
 from . import pattern_files
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sparse_spec import SparsePatternConfig
+from ..spec import SparsePatternConfig
 from .block_pattern import BlockPattern, count_blocks
 
 _CHUNK = 2**20  # candidates looked at together

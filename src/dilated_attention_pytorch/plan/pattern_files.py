@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_device, check_positive_int
-from ..spec import parse_json
+from ..checks import check_device, check_positive_int, parse_json
 from .pictures import FUTURE, INK, WHITE, Map, Meaning, scale_of, shade, write_picture
 
 if TYPE_CHECKING:

@@ -9,14 +9,22 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from ..checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
-from ..core.blocks import check_flags, check_positive_int
+from ..attention_op import check_execution
+from ..checks import (
+    autocast_inputs,
+    check_flags,
+    check_inputs,
+    check_positive_int,
+    named_keywords,
+    one_of,
+    refuse_forward_mode,
+)
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import dilated_attention
 from ..ops import Options, document_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, one_of
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 from .agreement import agree, check_alone, nothing, rank_seed
 from .autograd import CallTensors, attend
 from .comm import Group, check_timeout, digest, find_ring

@@ -8,11 +8,18 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..attention_op import check_execution
 from ..block_ops import BY_THREADS, BlockOptions, sized
 from ..block_sparse import block_sparse_attention, check_fit
-from ..checks import autocast_inputs, check_execution, check_inputs, named_keywords, refuse_forward_mode
+from ..checks import (
+    autocast_inputs,
+    check_flags,
+    check_inputs,
+    check_positive_int,
+    named_keywords,
+    refuse_forward_mode,
+)
 from ..core.block_patterns import get_block_pattern_cache
-from ..core.blocks import check_flags, check_positive_int
 from ..core.tracing import uncompiled
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec

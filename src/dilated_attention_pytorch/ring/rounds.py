@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..core.blocks import check_count, check_positive_int
+from ..checks import check_count, check_positive_int
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.heads import even_parts
 from ..plan.segments import Range

@@ -11,15 +11,14 @@ from typing import Literal
 
 import torch
 
-from ..checks import whole_numbers
-from ..core.blocks import check_flags, check_positive_int
+from ..checks import check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
 from ..ops import check_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
 from ..plan.heads import Head
 from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
 from ..plan.shape import Pass
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets, one_of
+from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .positions import Positions
 from .rounds import Round, Schedule, check_lengths, even_shards
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import check_count, check_dense, check_device
+from ..checks import check_count, check_dense, check_device
 from ..core.tracing import uncompiled
 from .agreement import agree
 from .comm import Group, Ring, check_timeout, digest, find_ring

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from ..spec import parse_json
+from ..checks import parse_json
 from .ranks import Ranks
 
 MANIFEST, FORMAT = "manifest.json", 1

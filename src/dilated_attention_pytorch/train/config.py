@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..spec import branches_for, parse_json
+from ..checks import parse_json
+from ..spec import branches_for
 
 PRECISIONS = ("float32", "bfloat16")
 RING_KINDS = ("ring", "block_sparse_ring")

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from ..spec import parse_json
+from ..checks import parse_json
 from .config import ConfigError, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
