@@ -107,10 +107,10 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(
 ) -> None:
     text, out = write_text(tmp_path), str(tmp_path / "run")
     assert main(["train", text, "--out", out, *flags(steps=4)]) == 0
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004" / "part-0.pt"
     os.truncate(newest, 1000)
     assert main(["generate", out, "--tokens", "3"]) == 0
-    assert "step-00000004/__0_0.distcp is damaged" in capsys.readouterr().err
+    assert "step-00000004/part-0.pt is damaged" in capsys.readouterr().err
     before = losses(tmp_path / "run")
     assert main(["train", "--out", out, "--resume"]) == 0
     assert "it was set aside, and an older checkpoint is used" in capsys.readouterr().err

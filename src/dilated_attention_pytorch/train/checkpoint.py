@@ -1,7 +1,6 @@
 """Checkpoints of a run: written whole or not at all, checked when read, the previous one kept.
 
-Tensors are in the files of torch.distributed.checkpoint, for any number of ranks. Its index is JSON here:
-torch's own is a pickle, and reading one runs whatever it says.
+Each rank writes the rows of the tensors that it holds, and any number of ranks reads them.
 """
 
 from __future__ import annotations
@@ -11,71 +10,27 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as about
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.state_dict_loader import load as load_parts
-from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.tensor import DTensor
 
 from ..checks import parse_json
 from .ranks import Ranks
 
 MANIFEST, FORMAT = "manifest.json", 1
-INDEX_FILE = "index.json"  # which part of which tensor is where
 CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
-MALFORMED = (OSError, ValueError, KeyError, AttributeError, TypeError)  # what files of others may lead to
+# What files of others may lead to.
+MALFORMED = (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, UnpicklingError)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or read; the message says which, why and what is left."""
-
-
-class _Writer(FileSystemWriter):
-    def finish(self, metadata: about.Metadata, results: list[list[Any]]) -> None:
-        places = {written.index: written.storage_data for each in results for written in each}
-        index: dict[str, Any] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, about.TensorStorageMetadata), f"{name} is no tensor"
-            chunks = []
-            for chunk in entry.chunks:
-                place = places[about.MetadataIndex(name, chunk.offsets)]
-                where = {"file": place.relative_path, "start": place.offset, "length": place.length}
-                chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            index[name] = {"dtype": dtype, "size": list(entry.size), "chunks": chunks}
-        _write_json(Path(self.path, INDEX_FILE), index)
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self) -> about.Metadata:
-        """What is where; names of files outside of the folder, and types that are none, are errors."""
-        tensors: dict[str, Any] = {}
-        places = {}
-        for name, entry in parse_json(Path(self.path, INDEX_FILE).read_text(encoding="utf-8")).items():
-            chunks, dtype = [], getattr(torch, entry["dtype"], None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a tensor must have a dtype of torch, got {entry['dtype']!r}")
-            for chunk in entry["chunks"]:
-                file = chunk["file"]
-                if Path(file).name != file:
-                    raise ValueError(f"the files of a checkpoint must be in its folder, got {file!r}")
-                sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
-                chunks.append(about.ChunkStorageMetadata(*sizes))
-                place = _StorageInfo(file, chunk["start"], chunk["length"])
-                places[about.MetadataIndex(name, chunk["offsets"])] = place
-            properties = about.TensorProperties(dtype=dtype)
-            tensors[name] = about.TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-        return about.Metadata(tensors, None, places, about.StorageMeta(load_id=self.load_id))
 
 
 @dataclass(frozen=True)
@@ -87,25 +42,54 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills `tensors`, which must be in the checkpoint under their names and with their sizes.
-
-        All ranks must call it, for any parts of what any number of ranks wrote.
-        """
-        reader = _Reader(self.path)
+        """Fills `tensors`, which must be in the checkpoint under their names and with their sizes."""
         try:
-            stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+            files = sorted(self.path.glob("part-*.pt"))
+            parts = [torch.load(file, mmap=True, weights_only=True) for file in files]
+            for name, tensor in tensors.items():
+                stored = [part[name] for part in parts if name in part]
+                size = tuple(stored[0]["size"]) if stored else "absent"
+                if size != tuple(tensor.shape):
+                    rule = f"must hold {name} of {tuple(tensor.shape)}"
+                    raise CheckpointError(f"{self.path} {rule}, got {name}: {size}")
+                for part in stored:
+                    _copy_rows(part["rows"], part["start"], tensor)
         except MALFORMED as error:
-            raise CheckpointError(f"{self.path} could not be read: {error}") from None
-        for name, tensor in tensors.items():
-            size = tuple(stored[name].size) if name in stored else "absent"
-            if size != tuple(tensor.shape):
-                fact = f"{name}: {size}"
-                raise CheckpointError(f"{self.path} must hold {name} of {tuple(tensor.shape)}, got {fact}")
-        try:
-            with _quiet():
-                load_parts(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-        except (OSError, CheckpointException) as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{self.path} could not be read: {_reason(error)}") from error
+
+
+def _own_rows(x: Tensor) -> tuple[int, Tensor]:
+    """What this rank holds of a tensor, and at which row that starts; FSDP2 shards the first dimension."""
+    if not isinstance(x, DTensor):
+        return 0, x
+    step = -(-x.shape[0] // x.device_mesh.size())
+    return min(x.shape[0], step * x.device_mesh.get_local_rank()), x.to_local()
+
+
+def _copy_rows(rows: Tensor, first: int, x: Tensor) -> None:
+    """Copies rows, of which the first has this number, into those of them that this rank holds."""
+    start, own = _own_rows(x)
+    if x.dim() == 0:
+        own.copy_(rows)
+    low, high = max(start, first), min(start + len(own), first + len(rows)) if x.dim() else 0
+    if low < high:
+        own[low - start : high - start].copy_(rows[low - first : high - first])
+
+
+def _write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
+    """Writes what this rank holds; what all hold is written by the first."""
+    part = {}
+    for name, x in tensors.items():
+        if ranks.is_first or isinstance(x, DTensor):
+            start, own = _own_rows(x)
+            rows = own.detach().to("cpu", copy=True).contiguous()
+            part[name] = {"size": list(x.shape), "start": start, "rows": rows}
+    with open(folder / f"part-{ranks.rank}.pt", "wb") as file:
+        torch.save(part, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def save_checkpoint(
@@ -119,10 +103,6 @@ def save_checkpoint(
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.partial"
 
-    def write() -> None:
-        with _quiet():
-            save_parts(dict(tensors), storage_writer=_Writer(temporary), no_dist=not dist.is_initialized())
-
     def finish() -> None:
         _seal(temporary, step, facts)
         if final.exists():
@@ -134,7 +114,7 @@ def save_checkpoint(
 
     problem = ranks.told(_problem(lambda: _empty(temporary)) if ranks.is_first else None)
     if problem is None:
-        problem = _problem(write)
+        problem = _problem(lambda: _write_part(temporary, ranks, tensors))
         problem = (problem or "another rank failed") if ranks.any(problem is not None) else None
     if problem is None:
         problem = ranks.told(_problem(finish) if ranks.is_first else None)
@@ -217,7 +197,10 @@ def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Writes the manifest, which makes a checkpoint whole, and brings all to the disk."""
     files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
-    _write_json(folder / MANIFEST, {**manifest, "digest": _digest(manifest)})
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     _sync_folder(folder)
 
 
@@ -231,13 +214,6 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _empty(folder: Path) -> None:
@@ -262,25 +238,13 @@ def _problem(action: Callable[[], None]) -> str | None:
     """What goes wrong in an action, if anything."""
     try:
         action()
-    except (OSError, CheckpointException, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         return _reason(error)
     return None
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, also where torch has wrapped it."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({_reason(cause) for cause, _ in error.failures.values()}))
+    """What the operating system said, or the first line of an error."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # One process needs no group, and says so by `no_dist`.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # How torch copies tensors into its own files.
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        yield
