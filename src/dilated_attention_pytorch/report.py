@@ -169,7 +169,7 @@ def line_chart(
     None without matplotlib. A logarithmic x axis has its ticks at powers of two. `x_text` and `y_text` write
     the values of ticks and tooltips. Raises ValueError for what cannot be drawn.
     """
-    _check(series, log_x, log_y, chart_id)
+    _check(series, log_x, log_y)
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -239,22 +239,13 @@ def _finish(svg: str, chart_id: str, label: str, tips: Sequence[Sequence[str]]) 
     return ElementTree.tostring(root, encoding="unicode").replace(INK, "currentColor")
 
 
-def _check(series: Sequence[Series], log_x: bool, log_y: bool, chart_id: str) -> None:
-    if not re.fullmatch(r"[A-Za-z][\w-]*", chart_id):
-        raise ValueError(f"chart_id must be a letter and then letters, digits, - or _ only, got {chart_id!r}")
+def _check(series: Sequence[Series], log_x: bool, log_y: bool) -> None:
     if not series:
         raise ValueError("a chart must have at least one series, got none")
     for each in series:
         if not each.points:
             raise ValueError(f"a series must have at least one point, got none in {each.name!r}")
-        bounds = each.low_high
-        if bounds is not None and len(bounds) != len(each.points):
-            got = f"{len(bounds)} for {len(each.points)} points in {each.name!r}"
-            raise ValueError(f"low_high must have a pair for each point, got {got}")
-        for (_, y), (low, high) in zip(each.points, bounds or (), strict=False):
-            if not low <= y <= high:
-                raise ValueError(f"a point must lie within its low_high, got {y} and {(low, high)}")
-        ys = [y for _, y in each.points] + [bound for pair in bounds or () for bound in pair]
+        ys = [y for _, y in each.points] + [bound for pair in each.low_high or () for bound in pair]
         for axis, values, is_log in (("x", [x for x, _ in each.points], log_x), ("y", ys, log_y)):
             if odd := [value for value in values if not math.isfinite(value)]:
                 raise ValueError(f"{axis} must be finite, got {odd[0]} in {each.name!r}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from dilated_attention_pytorch import functional
@@ -369,13 +370,23 @@ def test_training_ends_after_the_step_of_an_interrupt_or_when_late(files: list[s
     assert (found["steps"], found["steps_planned"], found["is_interrupted"]) == (1, 50, False)
 
 
-def test_steps_are_chosen_for_the_time(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_threads_are_chosen_for_the_time(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 100.0, 0.0, 0.1, 0.0, 0.9, 0.0, 0.5])  # the first step starts what all use
     run = training.start_run(files, training.PROBE_STEPS)
-    monkeypatch.setattr(run, "take_step", lambda: None)
-    monkeypatch.setattr(training, "start_run", lambda *_: run)
-    monkeypatch.setattr(training.time, "perf_counter", lambda: next(ticks))
-    assert training.plan_steps(10.0, files) == 18
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "take_step", lambda: None)
+        patch.setattr(training, "start_run", lambda *_: run)
+        patch.setattr(training.time, "perf_counter", lambda: next(ticks))
+        assert training.step_seconds(files) == 0.5
+    used = [7]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    for alone, together, threads in ((0.5, 0.25, 7), (0.25, 4.0, 1)):
+        seconds = {1: alone, 7: together}
+        monkeypatch.setattr(training, "step_seconds", lambda _, seconds=seconds: seconds[used[-1]])
+        assert training.plan_steps(10.0, files) == (36, threads)
+        assert used[-1] == 7
+    assert training.plan_steps(0.001, files)[0] == 1
 
 
 def test_data_are_python_sources_in_order() -> None:

@@ -225,10 +225,13 @@ def learn(view: View, found: Findings, files: Sequence[str], seconds: float, ste
     """Trains for about so many seconds, unless the steps are given, and lets the model write."""
     view.section("3. A language model of bytes learns from Python's own library")
     view.say(f"{'step':>12}{'training':>14}{'validation':>14}   bits per byte", style="bold")
-    limit = math.inf if steps is not None else demo_training.OVERTIME * seconds
+    threads, limit = torch.get_num_threads(), math.inf
     try:
         with view.doing("measuring a few steps") as tell:
-            steps = steps or demo_training.plan_steps(seconds, files)
+            if steps is None:
+                steps, fastest = demo_training.plan_steps(seconds, files)
+                limit = demo_training.OVERTIME * seconds
+                torch.set_num_threads(fastest)
 
             def told(step: int, loss: float, validation: float | None) -> None:
                 tell(f"step {step}/{steps}, {loss:.3f} bits per byte")
@@ -242,6 +245,8 @@ def learn(view: View, found: Findings, files: Sequence[str], seconds: float, ste
     except Exception as error:  # what was measured is worth its report all the same
         found.why_no_training, found.has_failed = f"The training failed: {error}", True
         return
+    finally:
+        torch.set_num_threads(threads)
     view.explain(demo_training.describe(training))
     written = (training["prompt"] + (training["sample"] or "")).expandtabs(4).splitlines()
     shown = [line for line in written if line.strip()][:SAMPLE_LINES] if training["sample"] else []

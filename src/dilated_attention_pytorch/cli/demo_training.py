@@ -59,14 +59,26 @@ def start_run(files: Sequence[str], steps: int) -> Run:
     return Run(TrainConfig(data=tuple(files), **settings), Path(), Ranks(torch.device("cpu")))
 
 
-def plan_steps(seconds: float, files: Sequence[str]) -> int:
-    """How many steps take so many seconds, judged by a few of them."""
+def plan_steps(seconds: float, files: Sequence[str]) -> tuple[int, int]:
+    """How many steps take so many seconds, and with how many threads they do: torch's, or one.
+
+    For a small model on a busy machine threads may wait for each other longer than they compute.
+    """
+    best, before = (math.inf, 1), torch.get_num_threads()
+    for threads in {1, before}:
+        torch.set_num_threads(threads)
+        best = min(best, (step_seconds(files), threads))
+    torch.set_num_threads(before)
+    return max(1, int(STEP_SHARE * seconds / best[0])), best[1]
+
+
+def step_seconds(files: Sequence[str]) -> float:
     run, taken = start_run(files, PROBE_STEPS), []
     for _ in range(PROBE_STEPS):
         start = time.perf_counter()
         run.take_step()
         taken.append(time.perf_counter() - start)
-    return max(1, int(STEP_SHARE * seconds / median(taken[1:])))  # the first one starts what all use
+    return median(taken[1:])  # the first one starts what all use
 
 
 def train_model(
