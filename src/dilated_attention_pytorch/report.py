@@ -190,7 +190,9 @@ def line_chart(
         axes.grid(color=INK, alpha=0.15)
         if log_x:
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=10))
+            widest = max(len(x_text(x)) for each in series for x, _ in each.points)
+            room = int(0.85 * WIDTH / (0.65 * FONT * (widest + 1)))  # for so many texts of ticks
+            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=max(2, min(10, room))))
         if log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
