@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"checks", "flags"},
+    {"checks"},
     {"spec", "core"},
     {"reference", "plan", "kernels", "merge"},
     {"engine", "flex", "forecast"},
@@ -38,12 +38,12 @@ FLOORS = [
     {"bench"},
     {"__init__"},
     {"cli"},
-    {"demo"},
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
-    "demo": {"rich"},
+    "cli": {"rich"},
+    "report": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }

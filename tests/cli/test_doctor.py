@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +20,6 @@ from dilated_attention_pytorch.kernels import cpu_flash
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """What `doctor --json` prints here."""
-    import contextlib
-    import io
-
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main(["doctor", "--json"]) == 0
@@ -78,25 +77,17 @@ def test_text_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in text  # no colours: this is no terminal
 
 
-def test_lost_results_turn_it_red_in_json_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("factor", [1.1, torch.nan])
+def test_wrong_and_lost_results_turn_it_red(
+    factor: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right: Callable[..., Any] = functional.dilated_attention
-    monkeypatch.setattr(
-        functional, "dilated_attention", lambda *a, **options: right(*a, **options) * torch.nan
-    )
-    assert main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert not found["passed"]
-    assert found["self_check"][0]["forward_error"] is None
-
-
-def test_wrong_results_turn_it_red(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right: Callable[..., Any] = functional.dilated_attention
-    monkeypatch.setattr(functional, "dilated_attention", lambda *a, **options: right(*a, **options) * 1.1)
+    monkeypatch.setattr(functional, "dilated_attention", lambda *a, **options: right(*a, **options) * factor)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "FAIL three branches" in text
     assert "checks failed: do not trust results on this machine." in text
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # JSON has no NaN
+    assert not found["passed"]
+    assert (found["self_check"][0]["forward_error"] is None) == (factor != factor)
