@@ -8,10 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cases import case_to_dict, describe
-from .cells import Table
-from .figures import show_value
-from .record import Record, Result
+from .record import Record, Result, Table, show_value
 
 RESAMPLES = 2000
 FEWEST = 5  # durations of a side; with fewer, equal sides would too often look different
@@ -34,18 +31,8 @@ class Change:
     rounds: tuple[int, int]
     low: float | None
     high: float | None
-
-    @property
-    def ratio(self) -> float:
-        return self.median_b / self.median_a
-
-    @property
-    def verdict(self) -> str:
-        if self.low is None or self.high is None:
-            return f"no interval: fewer than {FEWEST} rounds"
-        if self.high < 1.0:
-            return "faster"
-        return "slower" if self.low > 1.0 else "no difference shown"
+    ratio: float
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -56,16 +43,7 @@ class CountChange:
     what: str
     count_a: int
     count_b: int
-
-    @property
-    def ratio(self) -> float | None:
-        return self.count_b / self.count_a if self.count_a else None
-
-    @property
-    def shown(self) -> tuple[str, str]:
-        if self.what.startswith(NUMBERS):
-            return f"{self.count_a:,}", f"{self.count_b:,}"
-        return show_value(self.count_a, "bytes"), show_value(self.count_b, "bytes")
+    ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -81,21 +59,24 @@ class Comparison:
 
 def compare_records(a: Record, b: Record) -> Comparison:
     """B against A; cases are matched by kind and name, and must have the same sizes."""
-    others = {_key(result): result for result in b.results}
-    shared = [(result, others[_key(result)]) for result in a.results if _key(result) in others]
-    warnings = list(_fact_warnings(a, b))
+    facts = [(fact, a.machine.get(fact), b.machine.get(fact)) for fact in FACTS]
+    warnings = [f"{fact} differs: {one} and {other}" for fact, one, other in facts if one != other]
+    firsts, seconds = ({_key(result): result for result in record.results} for record in (a, b))
     pairs = []
-    for first, second in shared:
-        if _what(case_to_dict(first.case)) == _what(case_to_dict(second.case)):
+    for first, second in ((first, seconds[key]) for key, first in firsts.items() if key in seconds):
+        one, other = _what(first.case), _what(second.case)
+        if one == other:
             pairs.append((first, second))
         else:
-            sizes = f"{describe(first.case)} and {describe(second.case)}"
-            warnings.append(f"{first.case.name}: not compared, it is another case: {sizes}")
+            fields = [
+                f"{x} {one.get(x)} and {other.get(x)}" for x in one | other if one.get(x) != other.get(x)
+            ]
+            warnings.append(f"{first.name}: not compared, it is another case: {'; '.join(fields)}")
     return Comparison(
         tuple(change for pair in pairs for change in _changes(*pair)),
         tuple(change for pair in pairs for change in _count_changes(*pair)),
-        tuple(_missing(a, b, pairs)),
-        tuple(_missing(b, a, [(second, first) for first, second in pairs])),
+        tuple(_missing(firsts, seconds, pairs)),
+        tuple(_missing(seconds, firsts, [(second, first) for first, second in pairs])),
         tuple(warnings),
     )
 
@@ -113,18 +94,19 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> tu
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON can hold it."""
-    changes = [{**asdict(c), "ratio": c.ratio, "verdict": c.verdict} for c in comparison.changes]
-    count_changes = [{**asdict(c), "ratio": c.ratio} for c in comparison.count_changes]
-    return {**asdict(comparison), "changes": changes, "count_changes": count_changes}
+    return asdict(comparison)
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Tables of times and bytes, then what stands in one record only, and warnings."""
     parts = [f"**Warning**: {warning}." for warning in comparison.warnings]
     if comparison.changes:
-        parts += ["**Time**, B over A: ratio of medians with its 95 % interval", str(_time_table(comparison))]
+        head = ["case and candidate", "A, ms", "B, ms", "B / A", "95 %", "rounds", "B is"]
+        table = Table(head, [*map(_time_row, comparison.changes)])
+        parts += ["**Time**, B over A: ratio of medians with its 95 % interval", str(table)]
     if comparison.count_changes:
-        parts += ["**Bytes and counts**, B over A", str(_count_table(comparison))]
+        table = Table(["case and count", "A", "B", "B / A"], [*map(_count_row, comparison.count_changes)])
+        parts += ["**Bytes and counts**, B over A", str(table)]
     if not comparison.changes and not comparison.count_changes:
         parts.append("Nothing in common was measured.")
     for which, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
@@ -133,31 +115,18 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _time_table(comparison: Comparison) -> Table:
-    rows = []
-    for change in comparison.changes:
-        medians = [f"{1e3 * value:.2f}" for value in (change.median_a, change.median_b)]
-        interval = "" if change.low is None else f"{change.low:.3f} to {change.high:.3f}"
-        rounds = " and ".join(map(str, change.rounds))
-        rows.append(
-            [
-                f"{change.case}, {change.candidate}",
-                *medians,
-                f"{change.ratio:.3f}",
-                interval,
-                rounds,
-                change.verdict,
-            ]
-        )
-    return Table(["case and candidate", "A, ms", "B, ms", "B / A", "95 %", "rounds", "B is"], rows)
+def _time_row(change: Change) -> list[str]:
+    medians = [f"{1e3 * value:.2f}" for value in (change.median_a, change.median_b)]
+    interval = "" if change.low is None else f"{change.low:.3f} to {change.high:.3f}"
+    rounds = " and ".join(map(str, change.rounds))
+    label = f"{change.case}, {change.candidate}"
+    return [label, *medians, f"{change.ratio:.3f}", interval, rounds, change.verdict]
 
 
-def _count_table(comparison: Comparison) -> Table:
-    rows = []
-    for change in comparison.count_changes:
-        ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
-        rows.append([f"{change.case}, {change.what}", *change.shown, ratio])
-    return Table(["case and count", "A", "B", "B / A"], rows)
+def _count_row(change: CountChange) -> list[str]:
+    unit = "tokens" if change.what.startswith(NUMBERS) else "bytes"
+    counts = [show_value(count, unit) for count in (change.count_a, change.count_b)]
+    return [f"{change.case}, {change.what}", *counts, "" if change.ratio is None else f"{change.ratio:.3f}"]
 
 
 def _what(fields: Any) -> Any:
@@ -165,39 +134,33 @@ def _what(fields: Any) -> Any:
     if isinstance(fields, dict):
         kept = {name: value for name, value in fields.items() if name not in MANNERS}
         return {name: _what(value) for name, value in kept.items() if not name.endswith("target")}
-    return [_what(each) for each in fields] if isinstance(fields, (list, tuple)) else fields
+    return [_what(each) for each in fields] if isinstance(fields, list) else fields
 
 
 def _key(result: Result) -> tuple[str, str]:
-    return case_to_dict(result.case)["kind"], result.case.name
+    return result.case["kind"], result.name
 
 
-def _missing(here: Record, there: Record, pairs: Sequence[tuple[Result, Result]]) -> Iterator[str]:
+def _missing(here: dict[Any, Result], there: dict[Any, Result], pairs: Sequence[Any]) -> Iterator[str]:
     """Cases of one record that the other lacks, then candidates of the cases that both have."""
-    known = {_key(result) for result in there.results}
-    yield from (result.case.name for result in here.results if _key(result) not in known)
+    yield from (result.name for key, result in here.items() if key not in there)
     for one, other in pairs:
-        yield from (f"{one.case.name}, {name}" for name in one.seconds if name not in other.seconds)
-
-
-def _fact_warnings(a: Record, b: Record) -> Iterator[str]:
-    for fact in FACTS:
-        first, second = a.machine.get(fact), b.machine.get(fact)
-        if first != second:
-            yield f"{fact} differs: {first} and {second}"
+        yield from (f"{one.name}, {name}" for name in one.seconds if name not in other.seconds)
 
 
 def _changes(a: Result, b: Result) -> Iterator[Change]:
-    for name in a.seconds:
-        if name in b.seconds:
-            first, second = a.seconds[name], b.seconds[name]
-            rounds = (len(first), len(second))
-            bounds = bootstrap_ratio(first, second) if min(rounds) >= FEWEST else (None, None)
-            medians = statistics.median(first), statistics.median(second)
-            yield Change(a.case.name, name, *medians, rounds, *bounds)
+    for name in (name for name in a.seconds if name in b.seconds):
+        first, second = a.seconds[name], b.seconds[name]
+        rounds = (len(first), len(second))
+        low, high = bootstrap_ratio(first, second) if min(rounds) >= FEWEST else (None, None)
+        verdict = f"no interval: fewer than {FEWEST} rounds"
+        if low is not None and high is not None:
+            verdict = "faster" if high < 1.0 else "slower" if low > 1.0 else "no difference shown"
+        medians = statistics.median(first), statistics.median(second)
+        yield Change(a.name, name, *medians, rounds, low, high, medians[1] / medians[0], verdict)
 
 
 def _count_changes(a: Result, b: Result) -> Iterator[CountChange]:
-    for name, nbytes in a.counts.items():
+    for name, count in a.counts.items():
         if name in b.counts and name.startswith((*BYTES, *NUMBERS)):
-            yield CountChange(a.case.name, name, nbytes, b.counts[name])
+            yield CountChange(a.name, name, count, b.counts[name], b.counts[name] / count if count else None)
