@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -43,6 +43,7 @@ from dilated_attention_pytorch.bench.measure import (
     NotMeasurableError,
     interleave,
     measure_in_child,
+    start_process,
     why_too_large,
 )
 from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
@@ -322,9 +323,8 @@ def _with_branches(function: Any, config: RingConfig, options: dict[str, Any], *
     return out
 
 
-def serve(connection: Connection, case: Any, rank: int, size: int, threads: int, store: str) -> None:
+def serve(connection: Connection, case: Any, rank: int, size: int, store: str) -> None:
     """A rank: answers requests until there are none."""
-    torch.set_num_threads(threads)
     if size > 1:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -361,14 +361,12 @@ class Group:
 @contextmanager
 def start_group(case: Any, size: int, threads: int) -> Iterator[Group]:
     """`size` ranks on this machine, or one process alone; they end with the context."""
-    context, group = get_context("spawn"), Group()
+    group = Group()
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
         try:
             for rank in range(size):
-                ours, theirs = context.Pipe()
-                arguments = (theirs, case, rank, size, threads, f"{folder}/store")
-                process = context.Process(target=serve, args=arguments)
-                process.start()
+                ours, theirs = Pipe()
+                process = start_process(threads, serve, theirs, case, rank, size, f"{folder}/store")
                 theirs.close()
                 group.ranks.append((process, ours))
             yield group

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +149,8 @@ def measure_in_child(
     """
     if why_not := why_too_large(needed):
         return Measured(why_not=why_not)
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, torch.get_num_threads(), measure, *arguments))
-    process.start()
+    receiver, sender = Pipe(duplex=False)
+    process = start_process(torch.get_num_threads(), _answer, sender, measure, *arguments)
     sender.close()
     try:
         if not receiver.poll(timeout):
@@ -167,9 +167,21 @@ def measure_in_child(
         process.join()
 
 
-def _answer(sender: Connection, threads: int, measure: Callable[..., Measured], *arguments: Any) -> None:
+def start_process(threads: int, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
+    """A new interpreter that calls `target`, with so many threads from its beginning."""
+    process = get_context("spawn").Process(target=target, args=arguments)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        process.start()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+    return process
+
+
+def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: Any) -> None:
     warnings.simplefilter("ignore")  # the parent's gate has shown them
-    torch.set_num_threads(threads)
     torch.manual_seed(0)
     try:
         found = measure(*arguments)
