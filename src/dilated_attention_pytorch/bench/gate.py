@@ -169,9 +169,9 @@ def rows_error(
         row, row_lse = attend_row(query, key, value, counts)
         errors.append(largest_error(out[-1, t], row))
         if lse is not None:
-            finite = row_lse.isfinite()
-            errors.append(largest_error(lse[-1, finite, t], row_lse[finite]))
-            errors.append(0.0 if torch.equal(lse[-1, :, t].isfinite(), finite) else math.inf)
+            actual, unmet = lse[-1, :, t], row_lse == -math.inf
+            errors.append(largest_error(*(x.masked_fill(unmet, 0.0) for x in (actual, row_lse))))
+            errors += [math.inf] if (actual[unmet] != -math.inf).any() else []
         if grad_out is not None:
             dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[-1, t].double())
             errors.append(largest_error(gradients[0][-1, t], dq))
