@@ -88,11 +88,11 @@ def test_platform_without_proc_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("platform", "no /proc here"),
         ("memory", "out of memory: no more"),
         ("signal", "the process was ended by signal 9, likely out of memory"),
-        ("sleep", "it was ended after 3 s"),
+        ("sleep", "it was ended after 1 s"),
     ],
 )
 def test_a_child_tells_what_it_found_or_why_it_could_not(what: str, why_not: str | None) -> None:
-    found = measure.measure_in_child(child, what, timeout=3 if what == "sleep" else 60)
+    found = measure.measure_in_child(child, what, timeout=1 if what == "sleep" else 60)
     assert found.why_not == why_not
     if why_not is None:
         assert found.counts["threads"] == torch.get_num_threads()

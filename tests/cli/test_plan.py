@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import plan_ring
-from dilated_attention_pytorch.bench.cases import MemoryCase
-from dilated_attention_pytorch.bench.child import measure_in_child
-from dilated_attention_pytorch.bench.config import Config
+from dilated_attention_pytorch.bench.candidates import Config
+from dilated_attention_pytorch.bench.measure import measure_in_child
+from dilated_attention_pytorch.bench.run import Case, measure_candidate
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.forecast.call import Call
 from dilated_attention_pytorch.forecast.memory import predict_memory
@@ -104,11 +104,12 @@ def test_memory_is_what_a_process_takes(number: int, measured: list[tuple[dict[s
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_memory_is_what_the_bench_measures() -> None:
     config = Config(8, 64, *NEAR, is_causal=True)
-    measured = measure_in_child(MemoryCase("plan", config, 16384), 1)
+    names = ("dilated_attention",)
+    measured = measure_in_child(measure_candidate, Case("plan", config, 16384, names), *names)
     assert measured.why_not is None
     predicted = predict_memory(Call(Shape(1, 16384, 8, 8, 64), torch.float32, config.spec))
-    assert predicted.results == measured.nbytes["results"]
-    assert predicted.peak == pytest.approx(predicted.inputs + measured.nbytes["peak_extra"], rel=0.1)
+    assert predicted.results == 16384 * 8 * (64 + 1) * 4  # out and lse
+    assert predicted.peak == pytest.approx(predicted.inputs + measured.counts["peak_extra"], rel=0.1)
 
 
 @pytest.mark.parametrize(

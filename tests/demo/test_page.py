@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
-from dilated_attention_pytorch.bench.pages import to_page
-from dilated_attention_pytorch.bench.record import from_json
+from dilated_attention_pytorch.bench.record import read_record, to_page
 from support.chromium import ADVICE, Browser, Tab, find_chromium, start_chromium
+from support.suites import suite
 
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
 BOXES = """Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
@@ -137,7 +137,7 @@ def test_page_is_whole_and_quiet(
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
-    page.write_text(to_page(from_json(record.read_text())), encoding="utf-8")
+    page.write_text(to_page(read_record(record), suite(record.stem).SECTIONS), encoding="utf-8")
     tab.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)
     tab.open(page.as_uri())
     assert tab.ask("document.querySelectorAll('table').length") >= 1
