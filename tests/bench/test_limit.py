@@ -37,7 +37,7 @@ def table_of(result: Result) -> str:
 
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
-    """A search on a machine where processes take `base + slope n` bytes, more from `bend`, none from `end`."""
+    """A search where processes take `base + slope n` bytes, more from `bend` on, and fail from `end` on."""
 
     def found(
         case: limit.LimitCase = CASE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from .record import Record, Result, Table, show_value
@@ -20,45 +19,12 @@ NUMBERS = ("confirmed", "bits")
 MANNERS = ("repeats", "dense_repeats", "seconds")
 
 
-@dataclass(frozen=True)
-class Change:
-    """A candidate's medians in both records, B over A, and the bounds of that; None with too few rounds."""
+def compare_records(a: Record, b: Record) -> dict[str, Any]:
+    """B against A, as JSON can hold it; cases are matched by kind and name, and must have the same sizes.
 
-    case: str
-    candidate: str
-    median_a: float
-    median_b: float
-    rounds: tuple[int, int]
-    low: float | None
-    high: float | None
-    ratio: float
-    verdict: str
-
-
-@dataclass(frozen=True)
-class CountChange:
-    """A number of bytes, or of something else, in both records."""
-
-    case: str
-    what: str
-    count_a: int
-    count_b: int
-    ratio: float | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What both records hold, what only one of them holds, and what makes them hard to compare."""
-
-    changes: tuple[Change, ...]
-    count_changes: tuple[CountChange, ...]
-    only_in_a: tuple[str, ...]
-    only_in_b: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-def compare_records(a: Record, b: Record) -> Comparison:
-    """B against A; cases are matched by kind and name, and must have the same sizes."""
+    `changes` are medians of candidates and their ratios with bounds, None with too few rounds;
+    `count_changes` are bytes and other counts; then what stands in one record only, and warnings.
+    """
     facts = [(fact, a.machine.get(fact), b.machine.get(fact)) for fact in FACTS]
     warnings = [f"{fact} differs: {one} and {other}" for fact, one, other in facts if one != other]
     firsts, seconds = ({_key(result): result for result in record.results} for record in (a, b))
@@ -72,13 +38,13 @@ def compare_records(a: Record, b: Record) -> Comparison:
                 f"{x} {one.get(x)} and {other.get(x)}" for x in one | other if one.get(x) != other.get(x)
             ]
             warnings.append(f"{first.name}: not compared, it is another case: {'; '.join(fields)}")
-    return Comparison(
-        tuple(change for pair in pairs for change in _changes(*pair)),
-        tuple(change for pair in pairs for change in _count_changes(*pair)),
-        tuple(_missing(firsts, seconds, pairs)),
-        tuple(_missing(seconds, firsts, [(second, first) for first, second in pairs])),
-        tuple(warnings),
-    )
+    return {
+        "changes": [change for pair in pairs for change in _changes(*pair)],
+        "count_changes": [change for pair in pairs for change in _count_changes(*pair)],
+        "only_in_a": [*_missing(firsts, seconds, pairs)],
+        "only_in_b": [*_missing(seconds, firsts, [(second, first) for first, second in pairs])],
+        "warnings": warnings,
+    }
 
 
 def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -92,41 +58,35 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> tu
     return ratios[cut], ratios[-1 - cut]
 
 
-def as_dict(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON can hold it."""
-    return asdict(comparison)
-
-
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: dict[str, Any]) -> str:
     """Tables of times and bytes, then what stands in one record only, and warnings."""
-    parts = [f"**Warning**: {warning}." for warning in comparison.warnings]
-    if comparison.changes:
+    parts = [f"**Warning**: {warning}." for warning in comparison["warnings"]]
+    if comparison["changes"]:
         head = ["case and candidate", "A, ms", "B, ms", "B / A", "95 %", "rounds", "B is"]
-        table = Table(head, [*map(_time_row, comparison.changes)])
+        table = Table(head, [_time_row(**change) for change in comparison["changes"]])
         parts += ["**Time**, B over A: ratio of medians with its 95 % interval", str(table)]
-    if comparison.count_changes:
-        table = Table(["case and count", "A", "B", "B / A"], [*map(_count_row, comparison.count_changes)])
-        parts += ["**Bytes and counts**, B over A", str(table)]
-    if not comparison.changes and not comparison.count_changes:
+    if comparison["count_changes"]:
+        rows = [_count_row(**change) for change in comparison["count_changes"]]
+        parts += ["**Bytes and counts**, B over A", str(Table(["case and count", "A", "B", "B / A"], rows))]
+    if not comparison["changes"] and not comparison["count_changes"]:
         parts.append("Nothing in common was measured.")
-    for which, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
-        if names:
+    for which in "AB":
+        if names := comparison[f"only_in_{which.lower()}"]:
             parts.append("\n".join([f"Only in {which}:", "", *(f"- {name}" for name in names)]))
     return "\n\n".join(parts) + "\n"
 
 
-def _time_row(change: Change) -> list[str]:
-    medians = [f"{1e3 * value:.2f}" for value in (change.median_a, change.median_b)]
-    interval = "" if change.low is None else f"{change.low:.3f} to {change.high:.3f}"
-    rounds = " and ".join(map(str, change.rounds))
-    label = f"{change.case}, {change.candidate}"
-    return [label, *medians, f"{change.ratio:.3f}", interval, rounds, change.verdict]
+def _time_row(case: str, candidate: str, low: float | None, high: float | None, **change: Any) -> list[str]:
+    medians = [f"{1e3 * change[name]:.2f}" for name in ("median_a", "median_b")]
+    interval = "" if low is None else f"{low:.3f} to {high:.3f}"
+    rounds = " and ".join(map(str, change["rounds"]))
+    return [f"{case}, {candidate}", *medians, f"{change['ratio']:.3f}", interval, rounds, change["verdict"]]
 
 
-def _count_row(change: CountChange) -> list[str]:
-    unit = "tokens" if change.what.startswith(NUMBERS) else "bytes"
-    counts = [show_value(count, unit) for count in (change.count_a, change.count_b)]
-    return [f"{change.case}, {change.what}", *counts, "" if change.ratio is None else f"{change.ratio:.3f}"]
+def _count_row(case: str, what: str, count_a: int, count_b: int, ratio: float | None) -> list[str]:
+    unit = "tokens" if what.startswith(NUMBERS) else "bytes"
+    counts = [show_value(count, unit) for count in (count_a, count_b)]
+    return [f"{case}, {what}", *counts, "" if ratio is None else f"{ratio:.3f}"]
 
 
 def _what(fields: Any) -> Any:
@@ -148,19 +108,29 @@ def _missing(here: dict[Any, Result], there: dict[Any, Result], pairs: Sequence[
         yield from (f"{one.name}, {name}" for name in one.seconds if name not in other.seconds)
 
 
-def _changes(a: Result, b: Result) -> Iterator[Change]:
+def _changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
     for name in (name for name in a.seconds if name in b.seconds):
         first, second = a.seconds[name], b.seconds[name]
-        rounds = (len(first), len(second))
-        low, high = bootstrap_ratio(first, second) if min(rounds) >= FEWEST else (None, None)
-        verdict = f"no interval: fewer than {FEWEST} rounds"
-        if low is not None and high is not None:
+        low, high, verdict = None, None, f"no interval: fewer than {FEWEST} rounds"
+        if min(len(first), len(second)) >= FEWEST:
+            low, high = bootstrap_ratio(first, second)
             verdict = "faster" if high < 1.0 else "slower" if low > 1.0 else "no difference shown"
         medians = statistics.median(first), statistics.median(second)
-        yield Change(a.name, name, *medians, rounds, low, high, medians[1] / medians[0], verdict)
+        yield {
+            "case": a.name,
+            "candidate": name,
+            "median_a": medians[0],
+            "median_b": medians[1],
+            "rounds": [len(first), len(second)],
+            "low": low,
+            "high": high,
+            "ratio": medians[1] / medians[0],
+            "verdict": verdict,
+        }
 
 
-def _count_changes(a: Result, b: Result) -> Iterator[CountChange]:
+def _count_changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
     for name, count in a.counts.items():
         if name in b.counts and name.startswith((*BYTES, *NUMBERS)):
-            yield CountChange(a.name, name, count, b.counts[name], b.counts[name] / count if count else None)
+            ratio = b.counts[name] / count if count else None
+            yield {"case": a.name, "what": name, "count_a": count, "count_b": b.counts[name], "ratio": ratio}

@@ -255,7 +255,7 @@ def _publish(record: Record, options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from ..bench.compare import as_dict, compare_records, comparison_markdown
+    from ..bench.compare import compare_records, comparison_markdown
     from ..bench.record import read_record, write_text
 
     if options.markdown and options.markdown.resolve() in [file.resolve() for file in options.compare]:
@@ -265,7 +265,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.markdown:
         write_text(options.markdown, table)
     if options.json:
-        print_json(as_dict(comparison))
+        print_json(comparison)
     else:
         print(table, end="")
     return DONE

@@ -10,7 +10,7 @@ feature at the kernel's best rate, and only their ratios have a meaning:
     an element packed or merged  MOVE
     backward                     BACKWARD times the kernel's forward, twice the moves
 
-The constants were fitted on x86 with AVX2. The suite `forecast` of the bench compares with what is measured.
+The constants were fitted on x86 with AVX2. `benchmarks/forecast.py` compares with what is measured.
 """
 
 from __future__ import annotations
