@@ -278,7 +278,7 @@ def time_candidates(
             BACKWARD_OP(dout, q, k, v, out, lse, 0.0, False)
 
     def candidate(attend: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], object]:
-        return lambda: gate.call(attend, tensors[:3], tensors[3] if case.backward else None) and None
+        return lambda: gate.call(attend, tensors[:3], tensors[3] if case.backward else None)
 
     def dense(*qkv: Tensor) -> Tensor:
         return torch_functional.scaled_dot_product_attention(*qkv, is_causal=config.is_causal)

@@ -63,7 +63,9 @@ def run_case(case: Case, say: Say) -> Result:
     notes: dict[str, str] = {}
     error = 0.0
     candidates: dict[str, Callable[[], object]] = {}
-    inputs = {projects: _inputs(case, projects) for projects in (False, True)}
+    inputs = {
+        projects: _inputs(case, projects) for projects in {entry_of(x).projects for x in case.candidates}
+    }
     for name in case.candidates:
         entry = entry_of(name)
         say(f"{case.name}: checking {name}")
@@ -97,10 +99,11 @@ def run_case(case: Case, say: Say) -> Result:
 
 def speed_ups(minima: dict[str, float]) -> tuple[Figure, ...]:
     """By candidate how many times as fast as dense attention it is, if that was measured."""
-    dense = minima.get(BASELINE)
-    others = [name for name in minima if name != BASELINE] if dense else []
-    named = ((f"{name}: speed-up over {BASELINE}", (dense or 0.0) / minima[name]) for name in others)
-    return tuple(Figure(name, value, at_least=True) for name, value in named)
+    return tuple(
+        Figure(f"{name}: speed-up over {BASELINE}", minima[BASELINE] / minimum, at_least=True)
+        for name, minimum in minima.items()
+        if BASELINE in minima and name != BASELINE
+    )
 
 
 def run_candidate(attend: Attend, inputs: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
@@ -244,14 +247,15 @@ def make_table(results: Sequence[Result]) -> Table:
     """One row a case and candidate; what could not be measured or heeded stands in the last column."""
     rows = []
     for result in results:
-        dense = result.timing(BASELINE)
+        minima = {name: min(values) for name, values in result.seconds.items()}
+        speeds = {
+            name: f"{result.case['b'] * result.case['n'] / value:,.0f}" for name, value in minima.items()
+        }
+        over = {figure.name.partition(":")[0]: f"{figure.value:.2f}" for figure in speed_ups(minima)}
         for name in result.case["candidates"]:
-            timing = result.timing(name)
-            speed = f"{result.case['b'] * result.case['n'] / timing.minimum:,.0f}" if timing else ""
-            is_over = timing and dense and name != BASELINE
-            over = f"{dense.minimum / timing.minimum:.2f}" if is_over and timing and dense else ""
-            cells = [result.milliseconds(name), speed, over, result.mebibytes(f"peak_extra {name}")]
-            rows.append([f"{result.name}, {name}", *cells, result.notes.get(name, "")])
+            times = [result.milliseconds(name), speeds.get(name, ""), over.get(name, "")]
+            cells = [*times, result.mebibytes(f"peak_extra {name}"), result.notes.get(name, "")]
+            rows.append([f"{result.name}, {name}", *cells])
     head = ["case and candidate", "ms", "tokens/s", f"speed-up over {BASELINE}", "peak extra, MiB", "remarks"]
     return Table(head, rows)
 
