@@ -63,9 +63,8 @@ def run_case(case: Case, say: Say) -> Result:
     notes: dict[str, str] = {}
     error = 0.0
     candidates: dict[str, Callable[[], object]] = {}
-    inputs = {
-        projects: _inputs(case, projects) for projects in {entry_of(x).projects for x in case.candidates}
-    }
+    kinds = {entry_of(name).projects for name in case.candidates}
+    inputs = {projects: _inputs(case, projects) for projects in kinds}
     for name in case.candidates:
         entry = entry_of(name)
         say(f"{case.name}: checking {name}")
@@ -248,9 +247,8 @@ def make_table(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
         minima = {name: min(values) for name, values in result.seconds.items()}
-        speeds = {
-            name: f"{result.case['b'] * result.case['n'] / value:,.0f}" for name, value in minima.items()
-        }
+        tokens = result.case["b"] * result.case["n"]
+        speeds = {name: f"{tokens / minimum:,.0f}" for name, minimum in minima.items()}
         over = {figure.name.partition(":")[0]: f"{figure.value:.2f}" for figure in speed_ups(minima)}
         for name in result.case["candidates"]:
             times = [result.milliseconds(name), speeds.get(name, ""), over.get(name, "")]
