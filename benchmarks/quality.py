@@ -107,7 +107,7 @@ def train(case: QualityCase, runs: dict[str, Run], error: float, say: Say) -> Me
         counts |= {
             f"bits {name}": round(run.validate()["bits_per_byte"] * tokens),
             "validation bytes": tokens,
-            "parameters": sum(x.numel() for x in run.state.model.parameters()),
+            "parameters": sum(x.numel() for x in run.model.parameters()),
         }
     return Measured(error, counts, {name: tuple(values) for name, values in seconds.items()})
 
@@ -115,7 +115,7 @@ def train(case: QualityCase, runs: dict[str, Run], error: float, say: Say) -> Me
 def start_runs(case: QualityCase, folder: Path) -> dict[str, Run]:
     """Projections of some kinds are fused and drawn as one: all begin with the weights of the first."""
     runs = {name: Run(train_config(case, name), folder, Ranks(torch.device("cpu"))) for name in ATTENTIONS}
-    first, *others = (run.state.model for run in runs.values())
+    first, *others = (run.model for run in runs.values())
     for model in others:
         model.load_state_dict(first.state_dict())
     return runs

@@ -157,7 +157,7 @@ def test_memory_that_changes_the_result_is_refused(monkeypatch: pytest.MonkeyPat
 
     def wrong(*args: Any, **options: Any) -> Any:
         out, lse = right(*args, **options)
-        return out + (0.0 if options["memory"] == "fresh" else 1e-7), lse
+        return out + (0.0 if options["execution"].memory == "fresh" else 1e-7), lse
 
     monkeypatch.setattr(functional, "dilated_attention", wrong)
     with pytest.raises(WrongAnswerError, match="memory='pool' changes the result"):
@@ -383,7 +383,7 @@ def test_models_of_quality_begin_with_the_same_weights() -> None:
     runs = quality.start_runs(replace(quality.QUICK[0], kept=1.0, config=config), Path())
     tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        dense, *others = (run.state.model.eval()(tokens) for run in runs.values())
+        dense, *others = (run.model.eval()(tokens) for run in runs.values())
     for logits in others:
         torch.testing.assert_close(logits, dense, rtol=0, atol=1e-5)
     assert dense.std() > 0.01

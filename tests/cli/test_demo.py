@@ -303,8 +303,8 @@ def test_peak_is_what_a_call_holds_at_most(monkeypatch: pytest.MonkeyPatch, tmp_
     size = 2**25
     assert costs.peak_of(lambda: None) == pytest.approx(0, abs=2**20)
     for _ in range(2):  # what the first call freed does not hide the second
-        # The larger of two: the system may take back pages of files meanwhile, and hide one.
-        peaks = [costs.peak_of(lambda: bytearray(b"x") * size) or 0 for _ in range(2)]
+        # The largest of a few: the system may take back pages of files meanwhile, and hide one.
+        peaks = [costs.peak_of(lambda: bytearray(b"x") * size) or 0 for _ in range(5)]
         assert max(peaks) == pytest.approx(size, abs=2**21)
     monkeypatch.setattr("dilated_attention_pytorch.bench.measure.CLEAR_REFS", tmp_path / "none" / "refs")
     assert "peak memory cannot be reset here" in (costs.why_no_peaks() or "")
