@@ -101,8 +101,7 @@ class LongNetViT(PretrainedModel):
         given = options.pop("attention_options", {})
         if isinstance(given, Mapping):  # else the config refuses it
             given = {**torchscale, **given}
-        self.config = LongNetViTConfig.split({**own, "attention_options": given, **options})
-        self.config.check_options(type(self))
+        self.config = LongNetViTConfig.of(**own, attention_options=given, **options)
         check_device(device)
         check_float_dtype("dtype", dtype)
         self.patch_embed = nn.Sequential(

@@ -30,12 +30,13 @@ def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -
     return tuple(math.floor(2.0 ** (10 + (last - 10) * step / 4)) for step in range(5))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetViTConfig(StackConfig):
     """Settings of `LongNetViT`: of the layers, their number, and of the tiles; by default Prov-GigaPath's."""
 
     model: ClassVar[str] = "LongNetViT"
     layer_counts: ClassVar[tuple[str, ...]] = ("num_layers", "in_chans", "slide_ngrids", "tile_size")
+    other_names: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "max_wsi_size")
 
     nhead: int = 16
     num_layers: int = 12
@@ -57,5 +58,3 @@ class LongNetViTConfig(StackConfig):
                 "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile, got "
                 f"{self.d_model}"
             )
-
-    __hash__ = StackConfig.__hash__

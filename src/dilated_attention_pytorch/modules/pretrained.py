@@ -53,7 +53,7 @@ class PretrainedModel(nn.Module):
 
         Files that are there are replaced as a whole or not at all. Needs the package safetensors.
         """
-        state = self.state_dict()
+        state, settings = self.state_dict(), self.config.to_json()
         if unready := [name for name, tensor in state.items() if tensor.is_meta]:
             raise ValueError(
                 f"a model must have its weights to be saved, got {unready[0]} on the meta device"
@@ -62,7 +62,7 @@ class PretrainedModel(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         with replacing(path / WEIGHTS_FILE) as weights, replacing(path / CONFIG_FILE) as config:
             write_tensors(weights, state)
-            config.write_text(self.config.to_json(), encoding="utf-8")
+            config.write_text(settings, encoding="utf-8")
 
     @classmethod
     def from_pretrained(
