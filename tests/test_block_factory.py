@@ -20,7 +20,7 @@ from dilated_attention_pytorch import (
     create_block_sparse_attention,
     create_dilated_attention,
 )
-from dilated_attention_pytorch.block_factory import PRESETS, VARIANTS
+from dilated_attention_pytorch.factory import PRESETS, VARIANTS
 
 Q = torch.randn(1, 300, 4, 8)
 

@@ -32,7 +32,6 @@ FLOORS = [
     {"attention_maps", "decode", "ring"},
     {"modules"},
     {"factory", "integrations"},
-    {"block_factory"},
     DOORS,
     {"report"},
     {"train"},

@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -381,3 +382,17 @@ def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:
         raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if needs_values and x.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device")
+
+
+def check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 0 < value <= sys.float_info.max:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def check_probabilities(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= finite_float(name, value) <= 1.0:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}")

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.gigapath import load_gigapath_state
-from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
-from dilated_attention_pytorch.modules.longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
-from dilated_attention_pytorch.modules.slide_positions import tile_cells
+from dilated_attention_pytorch.integrations.gigapath import (
+    LongNetViT,
+    LongNetViTConfig,
+    gigapath_segment_lengths,
+    load_gigapath_state,
+    tile_cells,
+)
 from integrations.transcription import (
     Settings,
     State,

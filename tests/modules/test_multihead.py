@@ -16,7 +16,7 @@ from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.modules.multihead import (
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    MultiheadSkin,
+    MultiheadModule,
 )
 from support.tolerances import assert_close
 
@@ -48,7 +48,7 @@ def causal_mask(dtype: torch.dtype = torch.bool) -> Tensor:
     return future if dtype == torch.bool else torch.zeros(N, N, dtype=dtype).masked_fill(future, -math.inf)
 
 
-def torch_gradients(module: MultiheadSkin) -> dict[str, Tensor]:
+def torch_gradients(module: MultiheadModule) -> dict[str, Tensor]:
     """The gradients of the projections under the names of `nn.MultiheadAttention`."""
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     named = {name: grads[name] for name in ("out_proj.weight", "out_proj.bias") if name in grads}
@@ -194,7 +194,7 @@ def test_padding_over_all_keys_leaves_the_bias() -> None:
 def test_initial_gains(is_fused: bool, num_kv_heads: int) -> None:
     embed_dim, gamma = 256, 3.0
     options = {"num_kv_heads": num_kv_heads, "fused_qkv": is_fused}
-    module = MultiheadSkin(embed_dim, 8, DilatedAttention(), gamma_init=gamma, **options)  # type: ignore[arg-type]
+    module = MultiheadModule(embed_dim, 8, DilatedAttention(), gamma_init=gamma, **options)  # type: ignore[arg-type]
     weights, biases = module._qkv_parameters()
     for weight, gain in zip((*weights, module.out_proj.weight), (1.0, 1.0, gamma, gamma), strict=True):
         std = gain * math.sqrt(2 / sum(weight.shape))
@@ -333,7 +333,7 @@ class Weighing(DilatedAttention):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_weights_come_from_the_attention(batch_first: bool) -> None:
-    module = MultiheadSkin(E, H, Weighing((N,), (1,)), num_kv_heads=1, batch_first=batch_first)
+    module = MultiheadModule(E, H, Weighing((N,), (1,)), num_kv_heads=1, batch_first=batch_first)
     x = torch.randn((B, N, E) if batch_first else (N, B, E))
     out, weights = module(x, key_padding_mask=padding(), need_weights=True, attn_mask=causal_mask())
     assert out.shape == x.shape
@@ -348,7 +348,7 @@ def test_without_weights_to_give_need_weights_raises() -> None:
         def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
             return query
 
-    module = MultiheadSkin(E, H, Silent())
+    module = MultiheadModule(E, H, Silent())
     with pytest.raises(ValueError, match="need_weights needs attention_weights, got a Silent"):
         module(torch.randn(B, N, E), need_weights=True)
 
@@ -441,7 +441,7 @@ def test_states_that_no_multihead_attention_has() -> None:
 )
 def test_bad_settings_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        MultiheadSkin(**{"embed_dim": E, "num_heads": H, "attention": DilatedAttention(), **options})
+        MultiheadModule(**{"embed_dim": E, "num_heads": H, "attention": DilatedAttention(), **options})
 
 
 X = torch.zeros(B, N, E)

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dilated_attention_pytorch import SparsePatternConfig
+from dilated_attention_pytorch.integrations.gigapath import LongNetViT
 from dilated_attention_pytorch.modules import pretrained
 from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig, StackConfig
 from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder, LongNetStack
-from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
 from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
 from support.configurations import segment_and_rate
 from support.tolerances import assert_close

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.feed_forward import ACTIVATIONS, DropPath
+from dilated_attention_pytorch.modules.layer_parts import ACTIVATIONS, DropPath
 from dilated_attention_pytorch.modules.transformer import (
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..modules.longnet_vit_config import GIGAPATH_RATES, gigapath_segment_lengths
+from ..integrations.gigapath import GIGAPATH_RATES, gigapath_segment_lengths
 from .config import Config
 
 GIGABYTE = 10**9

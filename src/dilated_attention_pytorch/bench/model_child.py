@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..decode import DilatedKVCache
+from ..integrations.gigapath import LongNetViT
 from ..modules.longnet import LongNetLM
-from ..modules.longnet_vit import LongNetViT
 from .config import Config
 from .gate import attend_row, largest_error
 from .measure import interleave, read_status, reset_peak_memory

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..checks import check_flags
 from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
-from ..modules.state_fit import LoadReport, copy_state
-from ..modules.torchscale_names import check_torchscale_pattern, plain_names, split_torchscale_state
+from ..modules.state_dicts import LoadReport, copy_state
+from .checkpoints import check_torchscale_pattern, plain_names, split_torchscale_state
 from .torchscale_config import torchscale_settings
 
 

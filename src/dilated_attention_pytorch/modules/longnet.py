@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_float_dtype
 from ..decode import DilatedKVCache
-from .feed_forward import magneto_gamma
 from .generation import Generation
+from .layer_parts import magneto_gamma
 from .longnet_config import LongNetConfig, LongNetLMConfig
 from .longnet_stack import LongNetDecoder, LongNetEncoder
 from .pretrained import PretrainedModel

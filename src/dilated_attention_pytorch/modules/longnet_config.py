@@ -9,10 +9,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from ..checks import check_flags, check_positive_int, finite_float, one_of, parse_json, refuse_unknown
+from ..checks import (
+    check_flags,
+    check_positive,
+    check_positive_int,
+    check_probabilities,
+    finite_float,
+    one_of,
+    parse_json,
+    refuse_unknown,
+)
 from ..spec import DilatedSpec, resolve_branches
-from .call_checks import check_positive, check_probabilities
-from .feed_forward import ACTIVATIONS
+from .layer_parts import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
 from .positions import ENCODINGS
 from .transformer import CROSS_ATTENTIONS

@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_flags
 from ..decode import DilatedKVCache
-from .call_checks import check_embedded
-from .feed_forward import magneto_gamma
+from .call_checks import check_caches, check_embedded, check_in_step
+from .layer_parts import magneto_gamma
 from .longnet_config import LongNetDecoderConfig, LongNetEncoderConfig, StackConfig
-from .multihead_call import check_caches, check_in_step
 from .pretrained import PretrainedModel
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
@@ -43,7 +42,8 @@ class LongNetStack(PretrainedModel):
             raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
         sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
         self.config: StackConfig = self.config_class.of(**sizes, **settings)
-        config, placed = self.config, {"device": device, "dtype": dtype}
+        config = self.config
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {**config.layer_options(), **placed, "gamma_init": config.gamma_init}
         if "cross_attention" in config.names():
             options["cross_attention"] = settings.get("cross_attention")
@@ -55,8 +55,9 @@ class LongNetStack(PretrainedModel):
         self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
         rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
         self.layers = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
-        norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed) if config.normalize_output else None
-        self.layer_norm = norm
+        self.layer_norm: nn.LayerNorm | None = None
+        if config.normalize_output:
+            self.layer_norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed)
 
     def reset_parameters(self) -> None:
         """Initialises all layers, as after `.to_empty()`."""
@@ -71,7 +72,7 @@ class LongNetStack(PretrainedModel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[DilatedKVCache]:
-        """An empty cache a layer, for `caches` of `forward`; see `MultiheadSkin.make_cache`."""
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
         return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
 
     @property

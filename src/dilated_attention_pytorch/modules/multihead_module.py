@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
-from ..checks import check_device, check_flags, check_float_dtype, check_positive_int
+from ..checks import check_device, check_flags, check_float_dtype, check_positive, check_positive_int
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
 from .attention import DilatedAttention
-from .call_checks import check_positive, explain_mismatch
-from .multihead_call import Call, check_decodes
-from .multihead_state import copy_projections, regroup_projections
+from .call_checks import Call, check_decodes, explain_mismatch
 from .ring import check_together, raise_together
+from .state_dicts import copy_projections, regroup_projections
 
 
-class MultiheadSkin(nn.Module):
+class MultiheadModule(nn.Module):
     """Projects to heads, calls `attention`, and projects back; called like `nn.MultiheadAttention`.
 
     Args:
@@ -147,19 +146,8 @@ class MultiheadSkin(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        call = Call(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            is_causal,
-            positions,
-            cache,
-            lengths,
-            self.batch_first,
-        )
+        masks = (key_padding_mask, need_weights, attn_mask, is_causal)
+        call = Call(query, key, value, *masks, positions, cache, lengths, self.batch_first)
         check = partial(self._check_call, call)
         attend = check_together(self.attention.ring, check) if self.is_sharded else check()
         is_causal = is_causal or attn_mask is not None
