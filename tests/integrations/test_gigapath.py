@@ -274,7 +274,10 @@ def test_bad_input_is_an_error_that_states_rule_and_fact() -> None:
         ({"slide_ngrids": 0}, "slide_ngrids must be a positive integer, got 0"),
         ({"segment_lengths": None, "max_wsi_size": 5}, "max_wsi_size must be at least tile_size 10"),
         ({"segment_lengths": None, "max_wsi_size": -5}, "max_wsi_size must be a positive integer, got -5"),
-        ({"max_wsi_size": 500}, r"max_wsi_size gives segment_lengths, got both, 500 and \(16, 70\)"),
+        (
+            {"max_wsi_size": 500},
+            r"max_wsi_size gives segment_lengths, got both, 500 and segment_lengths=",
+        ),
         ({"segment_lengths": None}, "must have the same length, got 5 and 2"),
         ({"dropout": 1.5}, "dropout must lie between 0 and 1, got 1.5"),
     ],

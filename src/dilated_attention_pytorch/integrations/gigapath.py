@@ -30,7 +30,6 @@ from .checkpoints import (
 
 GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
-GIGAPATH_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
 
 _Model = TypeVar("_Model", bound="LongNetViT")
 
@@ -45,9 +44,8 @@ def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -
     check_positive_int("tile_size", tile_size)
     side = max_wsi_size // tile_size
     if side < 1:
-        raise ValueError(
-            f"max_wsi_size must be at least tile_size {tile_size}, or no tile fits, got {max_wsi_size}"
-        )
+        rule = f"max_wsi_size must be at least tile_size {tile_size}, or no tile fits"
+        raise ValueError(f"{rule}, got {max_wsi_size}")
     last = (side * side).bit_length() - 1
     return tuple(math.floor(2.0 ** (10 + (last - 10) * step / 4)) for step in range(5))
 
@@ -70,16 +68,15 @@ class LongNetViTConfig(StackConfig):
     global_pool: bool = False
 
     def __post_init__(self) -> None:
-        if self.segment_lengths is None and self.dilation_rates is None and self.max_length is None:
-            object.__setattr__(self, "segment_lengths", GIGAPATH_SEGMENTS)
+        if self.segment_lengths is None and self.max_length is None:
+            object.__setattr__(self, "segment_lengths", gigapath_segment_lengths(tile_size=self.tile_size))
+        if self.segment_lengths is not None and self.dilation_rates is None:
             object.__setattr__(self, "dilation_rates", GIGAPATH_RATES)
         super().__post_init__()
         check_flags(global_pool=self.global_pool)
         if self.d_model % 4:
-            raise ValueError(
-                "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile, got "
-                f"{self.d_model}"
-            )
+            rule = "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile"
+            raise ValueError(f"{rule}, got {self.d_model}")
 
 
 class LongNetViT(PretrainedModel):
@@ -124,8 +121,14 @@ class LongNetViT(PretrainedModel):
             raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
         if settings.get("dim_feedforward") is None:
             settings["dim_feedforward"] = 4 * embed_dim
-        sizes = {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
-        settings |= {**_slide_branches(max_wsi_size, settings), **sizes}
+        if max_wsi_size is not None:
+            for name in ("segment_lengths", "max_length"):
+                if settings.get(name) is not None:
+                    both = f"{max_wsi_size} and {name}={settings[name]}"
+                    raise ValueError(f"max_wsi_size gives segment_lengths, got both, {both}")
+            tile_size = settings.get("tile_size", LongNetViTConfig.tile_size)
+            settings["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
+        settings |= {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
         given = settings.pop("attention_options", {})
         if isinstance(given, Mapping):  # else the config refuses it
             given = {"head_offsets": "blocked", "tail": "phantom", **given}
@@ -178,9 +181,7 @@ class LongNetViT(PretrainedModel):
         kept = ~padding_mask
         counts = kept.sum(1).tolist()
         if not all(counts):
-            raise ValueError(
-                f"each slide must have at least one tile, got {counts} tiles that are no padding"
-            )
+            raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
         groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
         found = []
         for rows in groups:
@@ -266,10 +267,15 @@ class LongNetViT(PretrainedModel):
         return [self.encoder(self.dropout(tokens))]
 
     def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
-        for name, tensor in {"x": x, "coords": coords}.items():
+        given = {"x": x, "coords": coords, "padding_mask": padding_mask}
+        for name, tensor in given.items():
+            if tensor is None and name == "padding_mask":
+                continue
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
             check_dense(name, tensor)
+            if tensor.device != x.device:
+                raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
         if not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
         in_chans = self.config.in_chans
@@ -279,21 +285,15 @@ class LongNetViT(PretrainedModel):
         if coords.shape != (*x.shape[:2], 2):
             shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
-        for name, beside in {"coords": coords, "padding_mask": padding_mask}.items():
-            if isinstance(beside, Tensor) and beside.device != x.device:
-                raise ValueError(f"{name} must be on the device of x, {x.device}, got {beside.device}")
         if self.encoder.is_sharded:
             raise ValueError(
                 "each process must have whole slides, which start with a class token, got attention over a "
                 "sequence that several processes share"
             )
-        if padding_mask is None:
-            return
-        if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool:
-            got = padding_mask.dtype if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
-            raise TypeError(f"padding_mask must be a bool tensor, True where there is no tile, got {got}")
-        check_dense("padding_mask", padding_mask)
-        if padding_mask.shape != x.shape[:2]:
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            rule = "padding_mask must be a bool tensor, True where there is no tile"
+            raise TypeError(f"{rule}, got {padding_mask.dtype}")
+        if padding_mask is not None and padding_mask.shape != x.shape[:2]:
             shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
 
@@ -348,19 +348,3 @@ def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
     dim_feedforward = len(state["encoder.layers.0.ffn.fc1.weight"])
     sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
     return {**sizes, "dim_feedforward": dim_feedforward}
-
-
-def _slide_branches(max_wsi_size: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The branches of the size of a slide, unless `settings` name others."""
-    segments, longest = settings.get("segment_lengths"), settings.get("max_length")
-    if max_wsi_size is not None and (segments is not None or longest is not None):
-        other = f"max_length={longest}" if segments is None else segments
-        raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {other}")
-    found: dict[str, Any] = {}
-    if segments is None and longest is None:
-        sizes = {"max_wsi_size": max_wsi_size, "tile_size": settings.get("tile_size")}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        segments = found["segment_lengths"] = gigapath_segment_lengths(**given)
-    if segments is not None and settings.get("dilation_rates") is None:
-        found["dilation_rates"] = GIGAPATH_RATES
-    return found
