@@ -290,6 +290,19 @@ def refuse_unknown(
             raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
 
 
+def keyword_names(made: type) -> frozenset[str]:
+    """The keywords of a class, with those of the bases to which its constructors hand on what is left."""
+    names: set[str] = set()
+    for each in made.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+        names |= {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
+            break
+    return frozenset(names - {"self"})
+
+
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """`json.loads`, to which JSON that nests too deeply is bad JSON like any other: a ValueError."""
     try:

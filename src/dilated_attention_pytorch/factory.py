@@ -26,14 +26,14 @@ from .modules import (
     RingDilatedAttentionProduction,
     RingDilatedAttentionV2,
 )
-from .modules.skin import AttentionSkin
+from .modules.attention import AttentionModule
 from .plan import BlockPattern
 from .spec import DilatedSpec, SparsePatternConfig, resolve_branches
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
 LITTLE_MEMORY = 2 * 2**30
-KINDS: Mapping[str, type[AttentionSkin]] = {
+KINDS: Mapping[str, type[AttentionModule]] = {
     "standard": DilatedAttention,
     "improved": ImprovedDilatedAttention,
     "improved_v2": ImprovedDilatedAttentionV2,
@@ -82,7 +82,7 @@ def create_dilated_attention(
     *,
     seq_len: int | None = None,
     **options: Any,
-) -> AttentionSkin:
+) -> AttentionModule:
     """The attention module of a kind: "auto", or one of those below.
 
     - "standard", "improved" and "improved_v2" compute the same; they differ in where their memory comes from.
@@ -219,7 +219,7 @@ def choose_dilated_attention(
 
 def _choose(
     function: str,
-    kinds: Mapping[str, type[AttentionSkin] | type[MultiheadDilatedAttention]],
+    kinds: Mapping[str, type[AttentionModule] | type[MultiheadDilatedAttention]],
     kind: str,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,

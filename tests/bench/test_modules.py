@@ -32,7 +32,7 @@ from dilated_attention_pytorch.bench.peers import window_mask
 from dilated_attention_pytorch.bench.record import Record, from_json, make_result, to_json
 from dilated_attention_pytorch.bench.tables import to_markdown
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.modules.skin import AttentionSkin
+from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.wrong_answers import WRONG
 
@@ -62,13 +62,13 @@ def test_candidate_is_right(name: str, causal: bool) -> None:
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "lse"])  # modules return no lse
 @pytest.mark.parametrize("name", ["DilatedAttention", "BlockSparseDilatedAttention"])
 def test_gate_catches_a_wrong_candidate(wrong: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AttentionSkin.forward
+    right = AttentionModule.forward
 
-    def forward(self: AttentionSkin, *args: Any, **options: Any) -> Tensor:
+    def forward(self: AttentionModule, *args: Any, **options: Any) -> Tensor:
         out = right(self, *args, **options)
         return WRONG[wrong](out, out)[0]
 
-    monkeypatch.setattr(AttentionSkin, "forward", forward)
+    monkeypatch.setattr(AttentionModule, "forward", forward)
     with pytest.raises(WrongAnswerError, match=f"tiny, {name}: the result is off"):
         check_candidate(case_of(name), name)
 
@@ -76,8 +76,8 @@ def test_gate_catches_a_wrong_candidate(wrong: str, name: str, monkeypatch: pyte
 def test_a_wrong_candidate_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = AttentionSkin.forward
-    monkeypatch.setattr(AttentionSkin, "forward", lambda *a, **k: right(*a, **k) + 1e-3)
+    right = AttentionModule.forward
+    monkeypatch.setattr(AttentionModule, "forward", lambda *a, **k: right(*a, **k) + 1e-3)
     out = tmp_path / "record.json"
     sizes = ["--lengths", "256", "--heads", "2", "--head-dim", "8"]
     assert main(["bench", "DilatedAttention", *sizes, "--out", str(out)]) == 1

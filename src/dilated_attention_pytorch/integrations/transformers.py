@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import uncompiled
-from ..modules.skin import warn_isolated
+from ..modules.attention import warn_isolated
 from ..ops import document_bounds
 from ..ring import group_size
 from .settings import check_model_settings, plain_settings

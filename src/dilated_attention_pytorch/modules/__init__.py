@@ -1,7 +1,7 @@
 """nn.Module skins over the functional doors; they hold options, no maths."""
 
 from .adaptive import BlockSparseAdaptiveDilatedAttention
-from .attention import DilatedAttention
+from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .layer_parts import DenseAttention, FeedForward, magneto_gamma
 from .longnet import LongNet, LongNetLM
@@ -17,7 +17,6 @@ from .multihead import (
 )
 from .multihead_module import MultiheadModule
 from .positions import RotaryEmbedding, XPos
-from .presets import ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .production import RingAttentionConfig, RingDilatedAttentionProduction
 from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer

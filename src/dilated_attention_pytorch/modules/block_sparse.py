@@ -19,9 +19,9 @@ from ..core.tracing import uncompiled
 from ..plan import BlockPattern
 from ..ring import ring_block_sparse_attention
 from ..ring.comm import Group
-from ..spec import DilatedSpec, SparsePatternConfig, resolve_branches
-from .ring import RingOptions, RingSkin
-from .skin import AttentionSkin, one_dropout
+from ..spec import SparsePatternConfig
+from .attention import AttentionModule
+from .ring import RingModule, RingOptions
 
 
 class Prepared(NamedTuple):
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     scale: float | None
 
 
-class BlockSparseDilatedAttention(AttentionSkin):
+class BlockSparseDilatedAttention(AttentionModule):
     """Attention over the blocks that a pattern keeps, one softmax a row; see `block_sparse_attention`.
 
     Args:
@@ -55,14 +55,9 @@ class BlockSparseDilatedAttention(AttentionSkin):
         sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        *,
-        max_length: int | None = None,
-        dropout: float | None = None,
         **options: Any,
     ) -> None:
-        lists = resolve_branches(segment_lengths, dilation_rates, max_length)
-        dropout_p = one_dropout(attention_dropout, dropout)
-        super().__init__(DilatedSpec(*lists, scale=softmax_scale, dropout_p=dropout_p), **options)
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
         self.pattern: BlockPattern | None = None
         self.sparse_config: SparsePatternConfig | None = None
         self._recipe = ""
@@ -70,7 +65,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
             self.pattern = sparse_config
         else:
             self.sparse_config = SparsePatternConfig.of(sparse_config)
-            branches = check_branches(self.sparse_config, *lists)
+            branches = check_branches(self.sparse_config, self.spec.segment_lengths, self.spec.dilation_rates)
             self._recipe = write_recipe(self.sparse_config, branches)
 
     @property
@@ -158,10 +153,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
             dropout_p=dropout_p,
             key_mask=mask,
             return_lse=False,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes,
-            memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache and not self._is_adaptive,
+            **{**self._execution, "use_pattern_cache": self.use_pattern_cache and not self._is_adaptive},
         )
         assert isinstance(out, Tensor)
         return out if d == wide else out[..., :d]
@@ -171,7 +163,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
         return f"{super().extra_repr()}, sparse_config={shown!r}"
 
 
-class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
+class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
     """`BlockSparseDilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...), as
@@ -238,10 +230,7 @@ class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
             dropout_p=self._dropout_now,
             key_mask=mask,
             return_lse=False,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes,
-            memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache,
+            **self._execution,
             timeout=self.ring.timeout,
             steps=self.ring.steps,
         )

@@ -15,8 +15,8 @@ from ..decode import DilatedKVCache
 from .attention import DilatedAttention
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_OF_SPEC = ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets")
-_OF_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+OF_SPEC = ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets")
+OF_HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
 class Call(NamedTuple):
@@ -97,8 +97,8 @@ class Call(NamedTuple):
         if attention._dropout_now:
             dropout = attention.spec.dropout_p
             raise ValueError(f"a cache has no dropout, got {dropout} in training: call eval() first")
-        sources = dict.fromkeys(_OF_SPEC, (attention.spec, cache.spec))
-        for name, pair in (sources | dict.fromkeys(_OF_HEADS, (module, cache))).items():
+        sources = dict.fromkeys(OF_SPEC, (attention.spec, cache.spec))
+        for name, pair in (sources | dict.fromkeys(OF_HEADS, (module, cache))).items():
             own, other = (getattr(each, name) for each in pair)
             if own != other:
                 raise ValueError(f"cache must be one of make_cache: its {name} is {other}, not {own}")

@@ -25,7 +25,7 @@ from ..checks import (
     finite_float,
     one_of,
 )
-from .skin import one_dropout
+from .attention import one_dropout
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..checks import refuse_unknown
+from ..checks import keyword_names, refuse_unknown
 from ..spec import resolve_branches
-from .attention import DilatedAttention
+from .attention import AttentionModule, DilatedAttention, ImprovedDilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .multihead_module import MultiheadModule
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
-from .presets import ImprovedDilatedAttention
 from .ring import RingDilatedAttentionV2
-from .skin import AttentionSkin, keyword_names
 
 __all__ = [
     "MULTIHEAD_KINDS",
@@ -50,7 +48,7 @@ class MultiheadDilatedAttention(MultiheadModule):
     It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input.
     """
 
-    _attention_class: type[AttentionSkin] = DilatedAttention
+    _attention_class: type[AttentionModule] = DilatedAttention
     _fuses_qkv = False
 
     @classmethod
@@ -79,7 +77,7 @@ class MultiheadDilatedAttention(MultiheadModule):
             dropout = None  # not given, so that the other name decides
         branches = resolve_branches(segment_lengths, dilation_rates, max_length, num_heads)
         options |= dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
-        make: Callable[..., AttentionSkin] = self._attention_class
+        make: Callable[..., AttentionModule] = self._attention_class
         attention = make(dropout=dropout, **options)
         super().__init__(embed_dim, num_heads, attention, fused_qkv=self._fuses_qkv, **own)
         self.positions = make_position_encoding(
@@ -114,7 +112,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes its `sparse_config`."""
 
-    _attention_class: type[AttentionSkin] = BlockSparseDilatedAttention
+    _attention_class: type[AttentionModule] = BlockSparseDilatedAttention
     _fuses_qkv = True
 
 

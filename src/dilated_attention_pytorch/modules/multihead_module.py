@@ -15,7 +15,7 @@ from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
 from .attention import DilatedAttention
-from .call_checks import Call, check_decodes, explain_mismatch
+from .call_checks import OF_HEADS, OF_SPEC, Call, check_decodes, explain_mismatch
 from .ring import check_together, raise_together
 from .state_dicts import copy_projections, regroup_projections
 
@@ -205,17 +205,11 @@ class MultiheadModule(nn.Module):
     ) -> DilatedKVCache:
         """An empty cache for `forward`; device and dtype are those of the first tokens by default."""
         check_decodes(self.attention)
-        attention, spec = self.attention, self.attention.spec
+        attention = self.attention
         return DilatedKVCache(
-            spec.segment_lengths,
-            spec.dilation_rates,
+            **{name: getattr(attention.spec, name) for name in OF_SPEC},
+            **{name: getattr(self, name) for name in OF_HEADS},
             batch_size=batch_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-            scale=spec.scale,
-            head_mixing=spec.head_mixing,
-            head_offsets=spec.head_offsets,
             kernel=attention.kernel,
             workspace_bytes=attention.workspace_bytes,
             device=device,
@@ -264,8 +258,11 @@ class MultiheadModule(nn.Module):
         try:
             shown = call.without_hidden(attend)
             q, k, v = self._project(shown.query, shown.key, shown.value)
-            if self.positions is not None:
-                q, k = self.positions(q, k, self._chosen_positions(call, own))
+            if own is not None:
+                chosen = own if call.positions is None else call.positions.to(own.device, torch.int64)
+                if chosen is not own and hasattr(self.positions, "check_given"):
+                    self.positions.check_given(chosen, own)
+                q, k = self.positions(q, k, chosen)
         except Exception as error:
             if self.is_sharded:  # or the other processes would wait for this one, and meet its next call
                 raise_together(self.attention.ring, error)
@@ -281,14 +278,6 @@ class MultiheadModule(nn.Module):
         if call.cache is not None:
             return _continued(call.cache, n, device)
         return torch.arange(n, device=device)
-
-    def _chosen_positions(self, call: Call, own: Tensor | None) -> Tensor | None:
-        if call.positions is None or own is None:
-            return own
-        given = call.positions.to(own.device, torch.int64)
-        if hasattr(self.positions, "check_given"):
-            self.positions.check_given(given, own)
-        return given
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Heads of query (b, n, h, d), key and value (b, n, h_kv, d)."""
@@ -318,20 +307,8 @@ class MultiheadModule(nn.Module):
     def _rows(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, attend: Tensor | None
     ) -> Tensor:
-        spec = self.attention.spec
-        return attention_rows(
-            q,
-            k,
-            rows,
-            spec.segment_lengths,
-            spec.dilation_rates,
-            is_causal=is_causal,
-            scale=spec.scale,
-            key_mask=attend,
-            head_mixing=spec.head_mixing,
-            head_offsets=spec.head_offsets,
-            tail=spec.tail,
-        )
+        of_spec = {name: getattr(self.attention.spec, name) for name in (*OF_SPEC, "tail")}
+        return attention_rows(q, k, rows, **of_spec, is_causal=is_causal, key_mask=attend)
 
     def _check_call(self, call: Call) -> Tensor | None:
         """Checks the arguments of `forward`, and returns the mask of keys that may be attended."""

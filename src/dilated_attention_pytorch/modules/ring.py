@@ -18,8 +18,7 @@ from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from .attention import DilatedAttention
-from .skin import AttentionSkin
+from .attention import AttentionModule, DilatedAttention
 
 _T = TypeVar("_T")
 
@@ -99,7 +98,7 @@ def raise_together(ring: RingOptions, error: Exception) -> None:
         raise error
 
 
-class RingSkin(AttentionSkin):
+class RingModule(AttentionModule):
     """What modules of a ring have beside those of one process. Its `ring` is set after construction."""
 
     ring: RingOptions
@@ -135,7 +134,7 @@ class RingSkin(AttentionSkin):
         return {**super()._changed(), **self.ring.changed()}
 
 
-class RingDilatedAttentionV2(RingSkin, DilatedAttention):
+class RingDilatedAttentionV2(RingModule, DilatedAttention):
     """`DilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...),

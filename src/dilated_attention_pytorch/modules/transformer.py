@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_flags, one_of, refuse_unknown
+from ..checks import check_flags, keyword_names, one_of, refuse_unknown
 from ..decode import DilatedKVCache
 from .call_checks import check_embedded, explain_mismatch
 from .layer_parts import DenseAttention, DropPath, FeedForward, check_lengths, magneto_gamma
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
-from .skin import keyword_names
 
 CROSS_ATTENTIONS = ("dense", "dilated")
 
