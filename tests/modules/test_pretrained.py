@@ -23,7 +23,7 @@ from dilated_attention_pytorch import SparsePatternConfig
 from dilated_attention_pytorch.integrations.gigapath import LongNetViT
 from dilated_attention_pytorch.modules import pretrained
 from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
-from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig, StackConfig
+from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig
 from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder, LongNetStack
 from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
 from support.configurations import segment_and_rate
@@ -548,11 +548,6 @@ def test_options_of_other_parts_are_refused(name: str) -> None:
         LongNetConfig(attention_options={"num_layers": 3, "device": "cpu"})
 
 
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="segment_length"):
-        make_lm(segment_length=5)
-
-
 def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     tensors = {"a": base, "b": base, "c": base.view(2, 3).t()}
@@ -584,9 +579,3 @@ def test_replacing_a_file_is_all_or_nothing(tmp_path: Path) -> None:
         interrupted()
     assert path.read_text() == "one"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_every_model_has_its_config() -> None:
-    for model in (LongNet, LongNetLM):
-        assert issubclass(model.config_class, StackConfig)
-        assert model.config_class.model == model.__name__
