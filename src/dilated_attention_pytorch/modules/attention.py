@@ -144,9 +144,7 @@ class AttentionModule(nn.Module):
         """Whether inputs are parts of a sequence that several processes share."""
         return False
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
     @property
@@ -249,10 +247,8 @@ class DilatedAttention(AttentionModule):
     workspace_default = DEFAULT_WORKSPACE_BYTES
     spec_options = ("head_mixing", "head_offsets", "tail", "detach_mixing")
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
-        return dilated_attention(query, key, value, **self._call_options(is_causal, mask), return_lse=False)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+        return dilated_attention(q, k, v, **self._call_options(is_causal, mask), return_lse=False)
 
     def _call_options(self, is_causal: bool, mask: Tensor | None) -> dict[str, Any]:
         """What a call of the public function takes beside the tensors."""

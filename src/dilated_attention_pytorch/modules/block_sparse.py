@@ -75,13 +75,11 @@ class BlockSparseDilatedAttention(AttentionModule):
 
     _pattern_cache = pattern_cache
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         check_flags(is_causal=is_causal)
-        check_inputs(*autocast_inputs(query, key, value), mask, None)  # before values are padded
-        prepared = self._prepare(query, key, is_causal, mask)
-        return self._attend_prepared(prepared, value, is_causal, mask, self._dropout_now)
+        check_inputs(*autocast_inputs(q, k, v), mask, None)  # before values are padded
+        prepared = self._prepare(q, k, is_causal, mask)
+        return self._attend_prepared(prepared, v, is_causal, mask, self._dropout_now)
 
     @property
     def longest_segment(self) -> int | None:
@@ -214,16 +212,14 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
                 f"of {self.ring.num_processes}"
             )
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         if not self.is_sharded:
-            return super()._attend(query, key, value, is_causal, mask)
+            return super()._attend(q, k, v, is_causal, mask)
         out: Tensor = ring_block_sparse_attention(
-            query,
-            key,
-            value,
-            partial(self._whole_pattern, query, is_causal),
+            q,
+            k,
+            v,
+            partial(self._whole_pattern, q, is_causal),
             group=self.ring.group,
             is_causal=is_causal,
             scale=self.spec.scale,

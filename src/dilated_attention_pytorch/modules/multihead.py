@@ -32,7 +32,7 @@ class MultiheadDilatedAttention(MultiheadModule):
 
     Args:
         embed_dim, num_heads: features of input and output, split evenly over the heads.
-        segment_lengths, dilation_rates: of `DilatedAttention`, whose other options are taken by name as well.
+        segment_lengths, dilation_rates: of `DilatedAttention`; `options` may name its other options.
         max_length: the longest sequence, for which `branches_for` gives the branches that are left out.
         dropout: probability to drop an attention weight, in training only; also `attention_dropout`.
         layer_norm: normalise the attention output before `out_proj`, with `layer_norm_eps`; the sub-layer

@@ -24,25 +24,17 @@ class MultiheadModule(nn.Module):
     """Projects to heads, calls `attention`, and projects back; called like `nn.MultiheadAttention`.
 
     Args:
-        embed_dim, num_heads: features of input and output, split evenly over the heads.
         attention: module with `forward(query, key, value, is_causal=False, attention_mask=None)`, which takes
             query (b, n, h, d), key and value (b, n, h_kv, d), attention_mask (b, n) bool with True = attend,
             and returns (b, n, h, d). If its attribute `takes_other_lengths` is true, keys may have another
             length than queries.
-        layer_norm: normalise the attention output over embed_dim before `out_proj`, with `layer_norm_eps`;
-            the sub-layer norm of MAGNETO (arXiv:2210.06423), which LongNet uses.
-        gamma_init: gain of the initial weights of v_proj and out_proj, MAGNETO's gamma; `magneto_gamma`
-            gives it by the depth of a model.
-        batch_first: tensors are (b, n, embed_dim); (n, b, embed_dim) if False.
-        num_kv_heads: heads of key and value, a divisor of num_heads (grouped-query attention).
         fused_qkv: hold the three input projections in one `qkv_proj`, which self-attention applies at once.
             Where key or value is another tensor, its parts are applied, and its forward hooks do not run.
         positions: position encoding, a module `(q, k, positions) -> (q, k)` that is applied after the
             projections, with q (b, n, h, d), k (b, n, h_kv, d) and positions int64 (n,) or (b, n).
-        bias, device, dtype: of all projections; the norm always has a bias.
+        The others are those of `MultiheadDilatedAttention`.
 
-    It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input. Where padding leaves
-    a query without keys, attention decides; those of this package give zeros, not NaN.
+    Where padding leaves a query without keys, attention decides; those of this package give zeros, not NaN.
     """
 
     # nn.TransformerEncoder and its layer read these: they must not bypass this module in evaluation.

@@ -175,15 +175,13 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
         self.ring = RingOptions(ring_size, group, timeout)
         self._check_ring()
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         options, ring = self._call_options(is_causal, mask), self.ring
         attend: Callable[..., Tensor] = dilated_attention
         if self.is_sharded:
             attend = ring_dilated_attention
             options |= {"group": ring.group, "strategy": self.strategy, "timeout": ring.timeout}
-        return attend(query, key, value, **options, steps=ring.steps)
+        return attend(q, k, v, **options, steps=ring.steps)
 
     def get_memory_estimate(
         self,
