@@ -188,9 +188,9 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         low, tensors = self.config.low_precision, (q, k, v)
         if low is None or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
             return super()._attend(*tensors, is_causal, mask)  # which rejects what are not tensors
-        cast = [x if x.dtype == torch.float64 else x.to(low) for x in tensors]
+        low_q, low_k, low_v = (x if x.dtype == torch.float64 else x.to(low) for x in tensors)
         with without_autocast(q.device):  # whose dtype may be another
-            return super()._attend(*cast, is_causal, mask).to(q.dtype)
+            return super()._attend(low_q, low_k, low_v, is_causal, mask).to(q.dtype)
 
     # A log record is no part of a graph.
     @uncompiled
