@@ -548,6 +548,14 @@ def test_options_of_other_parts_are_refused(name: str) -> None:
         LongNetConfig(attention_options={"num_layers": 3, "device": "cpu"})
 
 
+@pytest.mark.parametrize("config", [LongNetConfig, LongNetEncoder.config_class, LongNetViT.config_class])
+def test_unknown_names_are_refused_at_once(config: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{config.__name__} has no 'n_head'\. Did you mean nhead\?$"):
+        config(n_head=4)
+    with pytest.raises(TypeError, match=rf"^{config.model} has no 'head_offset'\. Did you mean head_offsets"):
+        config(attention_options={"head_offset": "blocked"})
+
+
 def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     tensors = {"a": base, "b": base, "c": base.view(2, 3).t()}

@@ -519,7 +519,6 @@ ENTRIES: dict[str, Entry] = {
         package.LongNetLMConfig,
         {**MODEL, "vocab_size": 7},
         defaults(f"num_layers tie_embeddings pad_token attention_options {SETTINGS}"),
-        {"attention_options": without(bad.mapping, "other keys")},
     ),
     "LongNetViTConfig": Entry(
         package.LongNetViTConfig, MODEL, defaults(f"num_layers in_chans slide_ngrids global_pool {SETTINGS}")

@@ -1,4 +1,4 @@
-"""nn.Module skins over the functional doors; they hold options, no maths."""
+"""nn.Modules around the public functions; they hold options, no maths."""
 
 from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
