@@ -171,11 +171,8 @@ class StackConfig:
         return cls.from_dict(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {**vars(self), "attention_options": dict(self.attention_options)}
-        return partial(type(self), **values), ()  # a mapping proxy can be neither copied nor pickled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StackConfig:
-        return self  # nothing of it can change
+        # A mapping proxy can be neither copied nor pickled; a copy shares objects such as process groups.
+        return partial(type(self), **{**vars(self), "attention_options": dict(self.attention_options)}), ()
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
