@@ -409,3 +409,16 @@ def check_probabilities(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= finite_float(name, value) <= 1.0:
             raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+
+
+def one_dropout(attention_dropout: float, dropout: float | None) -> float:
+    """`dropout` and `attention_dropout` are two names of one option."""
+    for value in (attention_dropout, dropout):
+        if value is not None and not isinstance(value, (int, float)):
+            return value  # for the spec to reject
+    if dropout is not None and attention_dropout not in (0.0, dropout):
+        raise ValueError(
+            "dropout and attention_dropout are one option, got the two values "
+            f"{dropout} and {attention_dropout}"
+        )
+    return attention_dropout if dropout is None else dropout

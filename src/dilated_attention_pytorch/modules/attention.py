@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_op import check_execution
-from ..checks import check_device, check_flags, check_float_dtype, keyword_names, refuse_unknown
+from ..checks import (
+    check_device,
+    check_flags,
+    check_float_dtype,
+    keyword_names,
+    one_dropout,
+    refuse_unknown,
+)
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
@@ -19,19 +26,6 @@ from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, resolve_branches
 
 _OF_MANAGER = ("lightweight_pool", "enable_profiling", "enable_memory_pool")  # in the order of `Settings`
-
-
-def one_dropout(attention_dropout: float, dropout: float | None) -> float:
-    """`dropout` and `attention_dropout` are two names of one option."""
-    for value in (attention_dropout, dropout):
-        if value is not None and not isinstance(value, (int, float)):
-            return value  # for the spec to reject
-    if dropout is not None and attention_dropout not in (0.0, dropout):
-        raise ValueError(
-            "dropout and attention_dropout are one option, got the two values "
-            f"{dropout} and {attention_dropout}"
-        )
-    return attention_dropout if dropout is None else dropout
 
 
 def warn_isolated(owner: object, n: int, longest: int) -> None:

@@ -23,9 +23,9 @@ from ..checks import (
     check_positive_int,
     check_probabilities,
     finite_float,
+    one_dropout,
     one_of,
 )
-from .attention import one_dropout
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
