@@ -86,7 +86,7 @@ class AttentionModule(nn.Module):
         self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
-        self.kernel = kernel
+        self.kernel, self.dtype = kernel, dtype
         self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
         some = 1 if self.workspace_bytes is None else self.workspace_bytes
         check_execution(kernel, some, self._memory, use_pattern_cache)
@@ -95,7 +95,6 @@ class AttentionModule(nn.Module):
         self._drops = self.spec.dropout_p > 0
         self.device = check_device(device)
         check_float_dtype("dtype", dtype)
-        self.dtype = dtype
 
     def forward(
         self,
@@ -165,12 +164,8 @@ class AttentionModule(nn.Module):
     @property
     def _execution(self) -> dict[str, Any]:
         """How the public functions are to run."""
-        return {
-            "kernel": self.kernel,
-            "workspace_bytes": self.workspace_bytes,
-            "memory": self._memory,
-            "use_pattern_cache": self.use_pattern_cache,
-        }
+        names = ("kernel", "workspace_bytes", "use_pattern_cache")
+        return {**{name: getattr(self, name) for name in names}, "memory": self._memory}
 
     def _profile(self) -> None:
         if not self.enable_profiling:
@@ -246,10 +241,9 @@ class DilatedAttention(AttentionModule):
 
     def _call_options(self, is_causal: bool, mask: Tensor | None) -> dict[str, Any]:
         """What a call of the public function takes beside the tensors."""
-        spec = self.spec
+        names = ("segment_lengths", "dilation_rates", "scale", *self.spec_options)
         return {
-            **{name: getattr(spec, name) for name in ("segment_lengths", "dilation_rates", "scale")},
-            **{name: getattr(spec, name) for name in self.spec_options},
+            **{name: getattr(self.spec, name) for name in names},
             **self._execution,
             "is_causal": is_causal,
             "dropout_p": self._dropout_now,
