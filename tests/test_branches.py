@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import DilatedSpec, LongNetLM, branches_for
 from dilated_attention_pytorch.cli import show
-from dilated_attention_pytorch.cli.show_numbers import describe, make_picture
+from dilated_attention_pytorch.cli.show_maps import describe, make_picture
 from dilated_attention_pytorch.modules.ring import RingOptions
 
 ISOLATED = re.compile(r"\d+ tokens exceed the longest segment, \d+: tokens in different segments.*never meet")

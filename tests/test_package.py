@@ -19,15 +19,14 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lower rooms know nothing of higher ones, and rooms on one floor nothing of each other.
 FLOORS = [
-    {"checks", "flags"},
+    {"checks"},
     {"spec", "core"},
     {"reference", "plan", "kernels", "merge"},
     {"engine", "flex", "forecast"},
     {"packed"},
     {"flat_rows"},
     {"block_engine"},
-    {"attention_op"},
-    {"ops", "block_ops"},
+    {"ops"},
     {"functional", "block_sparse"},
     {"attention_maps", "decode", "ring"},
     {"modules"},
@@ -38,12 +37,12 @@ FLOORS = [
     {"bench"},
     {"__init__"},
     {"cli"},
-    {"demo"},
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
-    "demo": {"rich"},
+    "cli": {"rich"},
+    "report": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }
@@ -166,7 +165,7 @@ def test_exported_programs_find_their_operators_after_torch_and_the_package() ->
     assert_runs_silently(
         "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy', UserWarning)\n"
         f"import torch, {PACKAGE}; ops = torch.ops.{PACKAGE}\n"
-        "ops.dilated_attention, ops.block_sparse_attention_backward"
+        "ops.attention, ops.attention_backward"
     )
 
 

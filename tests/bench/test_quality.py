@@ -56,7 +56,7 @@ def test_all_begin_with_the_same_weights() -> None:
     runs = start_runs(case, Path())
     tokens = torch.randint(256, (2, case.n), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        dense, *others = (run.state.model.eval()(tokens) for run in runs.values())
+        dense, *others = (run.model.eval()(tokens) for run in runs.values())
     for logits in others:
         torch.testing.assert_close(logits, dense, rtol=0, atol=1e-5)
     assert dense.std() > 0.01

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +12,14 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import __version__, functional
+from dilated_attention_pytorch.cli import doctor, doctor_facts
 from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.kernels import cpu_flash
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """What `doctor --json` prints here."""
-    import contextlib
-    import io
-
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main(["doctor", "--json"]) == 0
@@ -39,14 +40,15 @@ def test_facts_are_those_of_this_process(report: dict[str, Any]) -> None:
     assert ("gloo" in report["distributed"]["backends"]) == torch.distributed.is_gloo_available()
 
 
-def test_every_kernel_runs_or_says_why_not(report: dict[str, Any]) -> None:
+def test_every_kernel_runs_or_says_why_not(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = [entry for entry in report["kernels"] if entry["device"] == "cpu"]
     assert {entry["dtype"] for entry in on_cpu} == {"float64", "float32", "bfloat16", "float16"}
     for entry in on_cpu:
-        assert entry["chosen"] == (entry["kernel"] == "cpu_flash")
-    assert {entry["why_not"] for entry in on_cpu if entry["kernel"] == "cuda"} == {
-        "it runs on cuda, and the tensors are on cpu"
-    }
+        assert entry["chosen"] == (entry["kernel"] == "stock")
+    assert {entry["kernel"] for entry in on_cpu} == {"stock", "eager"}
+    monkeypatch.setattr(cpu_flash, "_DTYPES", (torch.float32,))
+    text = "\n".join(doctor._kernels(doctor_facts.kernels()))
+    assert "stock            cpu, float64: cannot: it takes torch.float32, and the tensors are" in text
 
 
 def test_self_check_covers_options_kernels_and_dtypes(report: dict[str, Any]) -> None:
@@ -69,31 +71,23 @@ def test_text_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch            {torch.__version__}".split() == next(
         line.split() for line in text.splitlines() if line.split()[:1] == ["torch"]
     )
-    assert "cpu_flash        cpu, float64 float32 bfloat16 float16: taken by auto" in text
-    assert "cannot: it runs on cuda, and the tensors are on cpu" in text
+    assert "stock            cpu, float64 float32 bfloat16 float16: taken by auto" in text
+    assert "eager            cpu, float64 float32 bfloat16 float16: can run when named" in text
     assert "checks passed." in text
     assert "\x1b" not in text  # no colours: this is no terminal
 
 
-def test_lost_results_turn_it_red_in_json_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("factor", [1.1, torch.nan])
+def test_wrong_and_lost_results_turn_it_red(
+    factor: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right: Callable[..., Any] = functional.dilated_attention
-    monkeypatch.setattr(
-        functional, "dilated_attention", lambda *a, **options: right(*a, **options) * torch.nan
-    )
-    assert main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert not found["passed"]
-    assert found["self_check"][0]["forward_error"] is None
-
-
-def test_wrong_results_turn_it_red(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right: Callable[..., Any] = functional.dilated_attention
-    monkeypatch.setattr(functional, "dilated_attention", lambda *a, **options: right(*a, **options) * 1.1)
+    monkeypatch.setattr(functional, "dilated_attention", lambda *a, **options: right(*a, **options) * factor)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "FAIL three branches" in text
     assert "checks failed: do not trust results on this machine." in text
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # JSON has no NaN
+    assert not found["passed"]
+    assert (found["self_check"][0]["forward_error"] is None) == (factor != factor)

@@ -15,7 +15,7 @@ import pytest
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli import main as cli
 from dilated_attention_pytorch.cli.main import COMMANDS, EXTRAS, Command, main
-from dilated_attention_pytorch.flags import byte_count
+from dilated_attention_pytorch.cli.text import byte_count
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = """
@@ -33,22 +33,18 @@ def run_program(*arguments: str, code: str | None = None) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
-def test_help_lists_every_command_without_torch() -> None:
+def test_help_and_version_need_no_torch() -> None:
     result = run_program("--help", code=WITHOUT_TORCH)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert all(
-        f"  {name} " in result.stdout and command.help in result.stdout for name, command in COMMANDS.items()
-    )
-
-
-def test_version_is_the_package_s_without_torch() -> None:
+    assert (result.returncode, result.stderr) == (0, "")
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in result.stdout
+        assert command.help in result.stdout
     result = run_program("--version", code=WITHOUT_TORCH)
     assert (result.returncode, result.stdout) == (0, f"dilated-attention {__version__}\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_without_torch(name: str) -> None:
+def test_help_of_a_command_needs_no_torch(name: str) -> None:
     result = run_program(name, "--help", code=WITHOUT_TORCH)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"usage: dilated-attention {name}")
@@ -67,56 +63,51 @@ def test_help_answers_within_its_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command_line", "message"),
     [
-        (["shwo"], "there is no command 'shwo'. Did you mean show? There are demo, doctor"),
-        (["--verbose"], "--verbose is no option, and a command is missing"),
-        (
-            ["--json", "doctor"],
-            "--json is no option of dilated-attention; options of a command come after it",
-        ),
-        (
-            ["doctor", "--jsno"],
-            "dilated-attention doctor: error: unknown option --jsno; did you mean --json?",
-        ),
+        ("shwo", "there is no command 'shwo'. Did you mean show? There are demo, doctor"),
+        ("--verbose", "--verbose is no option, and a command is missing"),
+        ("--json doctor", "--json is no option of dilated-attention; options of a command come after it"),
+        ("doctor --jsno", "dilated-attention doctor: error: unknown option --jsno; did you mean --json?"),
     ],
 )
-def test_usage_errors_say_what_is_wrong_without_torch(arguments: list[str], message: str) -> None:
-    result = run_program(*arguments, code=WITHOUT_TORCH)
-    assert result.returncode == 2
+def test_usage_errors_say_what_is_wrong_without_torch(command_line: str, message: str) -> None:
+    result = run_program(*command_line.split(), code=WITHOUT_TORCH)
+    assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command_line", "message"),
     [
-        (["PLAN"], "there is no command 'PLAN'. Did you mean plan?"),
-        (["plan", "--lenght", "4k"], "plan: error: unknown option --lenght; did you mean --length?"),
-        (["show", "--segment", "8"], "show: error: unknown option --segment; did you mean --segments?"),
-        (["show", "--head_offsets=x"], "show: error: unknown option --head_offsets; did you mean --offsets?"),
-        (["show", "-length", "8"], "unknown option -length; did you mean --length?"),
-        (["bench", "--dilation-rates", "1"], "unknown option --dilation-rates; did you mean --rates?"),
-        (["train", "x", "--out", "y", "--segment-lengths", "8"], "did you mean --segments?"),
-        (["train", "x", "--out", "y", "--lr", "1"], "unknown option --lr; see --help"),
+        ("PLAN", "there is no command 'PLAN'. Did you mean plan?"),
+        ("plan", "the following arguments are required: --length"),
+        ("plan --length 0", "a positive whole number is needed, as 4096, 4k or 1M, got '0'"),
+        ("plan --length 1k --memory 8_apples", "a size is needed, as 8GiB, 512MiB or 16GB, got '8_apples'"),
+        ("plan --lenght 4k", "plan: error: unknown option --lenght; did you mean --length?"),
+        ("show --segment 8", "show: error: unknown option --segment; did you mean --segments?"),
+        ("show --head_offsets=x", "show: error: unknown option --head_offsets; did you mean --offsets?"),
+        ("show -length 8", "unknown option -length; did you mean --length?"),
+        ("bench --dilation-rates 1", "unknown option --dilation-rates; did you mean --rates?"),
+        ("train x --out y --segment-lengths 8", "did you mean --segments?"),
+        ("train x --out y --lr 1", "unknown option --lr; see --help"),
         (
-            ["train", "x", "--out", "y", "--segments", "64", "256"],
+            "train x --out y --segments 64 256",
             "unrecognized arguments: 256; lists are written with commas, as 64,256",
         ),
-        (["show", "--length", "64,256"], "a whole number is needed, as 4096, 4k or 1M, got '64,256'"),
-        (["bench", "--lengths", "1,048,576"], "commas separate the numbers of a list, got '048'"),
-        (["plan", "--length", "1k", "--memory", "24"], "--memory: 24 is 24 bytes; did you mean 24GiB?"),
-        (["plan", "--length", "1k", "--memory", "8192"], "8192 is 8192 bytes; did you mean 8192MiB?"),
-        (["bench", "--limit", "8"], "--limit: 8 is 8 bytes; did you mean 8GiB?"),
+        ("show --length 64,256", "a whole number is needed, as 4096, 4k or 1M, got '64,256'"),
+        ("bench --lengths 1,048,576", "commas separate the numbers of a list, got '048'"),
+        ("plan --length 1k --memory 24", "--memory: 24 is 24 bytes; did you mean 24GiB?"),
+        ("plan --length 1k --memory 8192", "8192 is 8192 bytes; did you mean 8192MiB?"),
+        ("bench --limit 8", "--limit: 8 is 8 bytes; did you mean 8GiB?"),
     ],
 )
 def test_mistakes_come_with_what_was_likely_meant(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    command_line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(command_line.split())
     assert message in capsys.readouterr().err
 
 
@@ -167,19 +158,9 @@ def test_branches_and_lengths_are_spelled_alike(name: str) -> None:
         assert getattr(options, "length", None) == 2**20 or options.lengths == (2**20,)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("24G", 24 * 2**30),
-        ("1.5 Gi", 3 * 2**29),
-        ("16GB", 16 * 10**9),
-        ("2097152", 2**21),
-        ("24B", 24),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert byte_count(text) == size
+def test_sizes() -> None:
+    texts = ("24GiB", "24G", "1.5 Gi", "16GB", "2097152", "24B")
+    assert [*map(byte_count, texts)] == [24 * 2**30, 24 * 2**30, 3 * 2**29, 16 * 10**9, 2**21, 24]
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,32 +207,23 @@ def test_a_mistake_becomes_one_sentence(
     assert shown.count("\n") == 1
 
 
-def test_a_traceback_can_be_asked_for(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_and_whoever_asks_keep_the_traceback(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command.run = fail(RuntimeError("a bug"))  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["probe"])
     command.run = fail(ValueError("n must be positive, got 0"))  # type: ignore[attr-defined]
     monkeypatch.setenv("DILATED_ATTENTION_TRACEBACK", "1")
     with pytest.raises(ValueError, match="n must be positive"):
         main(["probe"])
 
 
-def test_a_bug_keeps_its_traceback(command: ModuleType) -> None:
-    command.run = fail(RuntimeError("a bug"))  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["probe"])
-
-
-def test_interrupt_has_its_own_code(command: ModuleType) -> None:
-    command.run = fail(KeyboardInterrupt())  # type: ignore[attr-defined]
-    assert main(["probe"]) == 130
-
-
 def test_options_reach_the_command_and_its_code_comes_back(command: ModuleType) -> None:
     command.run = lambda options: options.number  # type: ignore[attr-defined]
     assert main(["probe", "--number", "7"]) == 7
-
-
-def test_bench_gets_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--list"]) == 0
-    assert "quick" in capsys.readouterr().out
+    command.run = fail(KeyboardInterrupt())  # type: ignore[attr-defined]
+    assert main(["probe"]) == 130
 
 
 def test_closed_pipe_is_no_error() -> None:

@@ -13,7 +13,7 @@ import torch
 from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.cli.show import PATTERNS
-from dilated_attention_pytorch.cli.show_numbers import receptive_fields, shrink
+from dilated_attention_pytorch.cli.show_maps import receptive_fields, shrink
 from dilated_attention_pytorch.reference import multiplicity
 from support.pictures import find_maps, has_ink, read_png
 
@@ -38,12 +38,8 @@ def test_numbers_are_those_of_the_definition(
     mixing: Any, offsets: Any, causal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     n, heads, segments, rates = 53, 5, (7, 20, 64), (1, 3, 4)
-    flags = ["--causal"] if causal else []
-    found = numbers(
-        capsys,
-        *("--length", "53", "--heads", "5", "--segments", "7,20,64", "--rates", "1,3,4"),
-        *("--mixing", mixing, "--offsets", offsets, *flags),
-    )
+    sizes = f"--length 53 --heads 5 --segments 7,20,64 --rates 1,3,4 --mixing {mixing} --offsets {offsets}"
+    found = numbers(capsys, *sizes.split(), *(["--causal"] if causal else []))
     options: dict[str, Any] = {"is_causal": causal, "head_mixing": mixing, "head_offsets": offsets}
     counts = multiplicity(n, heads, segments, rates, **options)
     allowed = torch.arange(1, n + 1) if causal else torch.full((n,), n)
@@ -85,20 +81,8 @@ def test_the_future_stays_unreached() -> None:
 
 
 def test_text_counts_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    text = show(
-        capsys,
-        "--length",
-        "12",
-        "--segments",
-        "4,12",
-        "--rates",
-        "1,3",
-        "--heads",
-        "3",
-        "--head",
-        "1",
-        "--causal",
-    )
+    sizes = "--length 12 --segments 4,12 --rates 1,3 --heads 3 --head 1 --causal"
+    text = show(capsys, *sizes.split())
     assert "head 1: query down, key across; the number is how often a pair meets" in text
     lines = [line.split() for line in text.splitlines() if line.strip() and set(line.split()) <= {*"·123"}]
     counts = multiplicity(12, 3, (4, 12), (1, 3), is_causal=True)[1]
@@ -120,14 +104,8 @@ def test_long_sequences_are_shaded(capsys: pytest.CaptureFixture[str]) -> None:
 def test_block_patterns_are_the_library_s(name: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--length", "90", "--block-size", "8", "--density", "0.3", "--causal", "--pattern", name]
     found = numbers(capsys, *arguments, "--segments", "16,90", "--rates", "1,2", "--heads", "2")
-    pattern = build_block_pattern(
-        SparsePatternConfig(name, 0.3, 8),
-        90,
-        2,
-        is_causal=True,
-        segment_lengths=(16, 90),
-        dilation_rates=(1, 2),
-    )
+    branches: dict[str, Any] = {"segment_lengths": (16, 90), "dilation_rates": (1, 2)}
+    pattern = build_block_pattern(SparsePatternConfig(name, 0.3, 8), 90, 2, is_causal=True, **branches)
     assert found["density"] == pytest.approx(pattern.density)
     pairs = pattern.to_dense().tril().sum().item() * (2 if len(pattern) == 1 else 1)
     assert found["scored_pairs"] == pairs
@@ -136,14 +114,8 @@ def test_block_patterns_are_the_library_s(name: Any, capsys: pytest.CaptureFixtu
 
 def test_png_shows_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.png"
-    text = show(
-        capsys,
-        *("--length", "24", "--segments", "6,24", "--rates", "1,4"),
-        "--out",
-        str(file),
-        "--pixels",
-        "24",
-    )
+    sizes = "--length 24 --segments 6,24 --rates 1,4 --pixels 24"
+    text = show(capsys, *sizes.split(), "--out", str(file))
     assert f"5 panels written to {file}" in text  # all heads, and four heads with offsets 0 to 3
     image = read_png(file)
     counts = multiplicity(24, 4, (6, 24), (1, 4))
@@ -189,20 +161,8 @@ def test_long_titles_and_names_stay_in_the_picture(
 ) -> None:
     """By the widths that a browser would give the letters, at most."""
     file = tmp_path / "p.svg"
-    branches = ["--segments", "4,8,16,32,64,128", "--rates", "1,2,4,8,8,8"]
-    show(
-        capsys,
-        "--length",
-        "128",
-        *branches,
-        "--heads",
-        "24",
-        "--causal",
-        "--pixels",
-        "60",
-        "--out",
-        str(file),
-    )
+    sizes = "--length 128 --segments 4,8,16,32,64,128 --rates 1,2,4,8,8,8 --heads 24 --causal --pixels 60"
+    show(capsys, *sizes.split(), "--out", str(file))
     root = ElementTree.parse(file).getroot()
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
     texts = [text for text in root.iter(f"{SVG}text") if "transform" not in text.attrib]
@@ -227,21 +187,16 @@ def test_shrunk_maps_keep_their_mean() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--segments", "8", "--rates", "1,2"],
-            "segment_lengths and dilation_rates must have the same length",
-        ),
-        (["--length", "100000"], "--length must be at most"),
-        (["--out", "picture.gif"], "--out must end in .png or .svg, got picture.gif"),
-        (["--head", "4"], "--head must lie in 0 to 3, got 4"),
-        (["--pattern", "adaptive"], "an adaptive pattern depends on queries and keys"),
-        (["--pattern", "random", "--density", "0"], "sparsity_ratio is the fraction kept"),
+        ("--segments 8 --rates 1,2", "segment_lengths and dilation_rates must have the same length"),
+        ("--length 100000", "--length must be at most"),
+        ("--out picture.gif", "--out must end in .png or .svg, got picture.gif"),
+        ("--head 4", "--head must lie in 0 to 3, got 4"),
+        ("--pattern adaptive", "an adaptive pattern depends on queries and keys"),
+        ("--pattern random --density 0", "sparsity_ratio is the fraction kept"),
     ],
 )
-def test_mistakes_are_explained(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", *arguments]) == 2
+def test_mistakes_are_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,17 +37,13 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def cgroup_v1(self, group: str, limit: str, usage: int, inactive: int = 0) -> None:
-        folder = self.sys / "fs/cgroup/memory" / group
-        self.write(folder / "memory.limit_in_bytes", f"{limit}\n")
-        self.write(folder / "memory.usage_in_bytes", f"{usage}\n")
-        self.write(folder / "memory.stat", f"cache 1\ninactive_file 7\ntotal_inactive_file {inactive}\n")
-
-    def cgroup_v2(self, group: str, limit: str, usage: int, inactive: int = 0) -> None:
-        folder = self.sys / "fs/cgroup" / group
-        self.write(folder / "memory.max", f"{limit}\n")
-        self.write(folder / "memory.current", f"{usage}\n")
-        self.write(folder / "memory.stat", f"anon 1\ninactive_file {inactive}\nactive_file 5\n")
+    def cgroup(self, version: int, group: str, limit: str, usage: int, inactive: int = 0) -> None:
+        folder = self.sys / ("fs/cgroup/memory" if version == 1 else "fs/cgroup") / group
+        v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = v1 if version == 1 else ("memory.max", "memory.current", "inactive_file")
+        self.write(folder / names[0], f"{limit}\n")
+        self.write(folder / names[1], f"{usage}\n")
+        self.write(folder / "memory.stat", f"anon 1\nx_inactive_file 7\n{names[2]} {inactive}\n")
 
 
 @pytest.fixture
@@ -59,79 +56,41 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     numa_nodes.cache_clear()
 
 
-def test_absent_files(machine: Machine) -> None:
-    assert host_memory() is None
-    assert device_memory(torch.device("cpu")) is None
-    assert numa_nodes() == 1
-
-
 def test_meminfo_alone(machine: Machine) -> None:
+    assert host_memory() is device_memory(torch.device("cpu")) is None
+    for text in ("", "MemTotal: 1000 kB\n", "MemAvailable: 5 kB\n", "MemAvailable\nMemTotal: x kB\n"):
+        machine.write(machine.proc / "meminfo", text)
+        assert host_memory() is None
     machine.write(machine.proc / "meminfo", MEMINFO)
     assert host_memory() == device_memory(torch.device("cpu")) == Memory(600 * KIB, 1000 * KIB)
 
 
+V1, V2 = "12:cpu,cpuacct:/box\n5:memory,hugetlb:/box\n1:name=systemd:/\n", "0::/a/b:c\n"
+LIMIT, SMALL = str(900 * KIB), str(400 * KIB)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "MemTotal: 1000 kB\n", "MemAvailable: 5 kB\n", "MemAvailable\nMemTotal: x kB\n"]
+    ("own", "groups", "expected"),
+    [
+        (V1, [(1, "", NO_LIMIT_V1, 1), (1, "box", SMALL, 100 * KIB, 20 * KIB)], (320, 400)),
+        (V1, [(1, "box", NO_LIMIT_V1, 100 * KIB)], (600, 1000)),
+        (V2, [(2, "a/b:c", SMALL, 100 * KIB, 20 * KIB)], (320, 400)),
+        (V2, [(2, "a/b:c", "max", 100 * KIB)], (600, 1000)),
+        # At every level, of which a container may see its own as the root.
+        (V2, [(2, "a/b:c", LIMIT, 100 * KIB), (2, "a", SMALL, 100 * KIB)], (300, 400)),
+        (V2, [(2, "", SMALL, 100 * KIB)], (300, 400)),
+        (V2 + V1, [(1, "box", SMALL, 100 * KIB), (2, "a", str(500 * KIB), 300 * KIB)], (200, 500)),
+        (V2, [(2, "", SMALL, 430 * KIB)], (0, 400)),  # more than the limit leaves nothing
+    ],
 )
-def test_meminfo_without_the_fields(machine: Machine, text: str) -> None:
-    machine.write(machine.proc / "meminfo", text)
-    assert host_memory() is None
-
-
-def test_cgroup_v1(machine: Machine) -> None:
+def test_limits_of_cgroups(
+    machine: Machine, own: str, groups: list[tuple[Any, ...]], expected: tuple[int, int]
+) -> None:
     machine.write(machine.proc / "meminfo", MEMINFO)
-    machine.write(
-        machine.proc / "self/cgroup", "12:cpu,cpuacct:/box\n5:memory,hugetlb:/box\n1:name=systemd:/\n"
-    )
-    machine.cgroup_v1("", NO_LIMIT_V1, 1)
-    machine.cgroup_v1("box", str(500 * KIB), 300 * KIB, inactive=50 * KIB)
-    assert host_memory() == Memory(250 * KIB, 500 * KIB)
-    machine.cgroup_v1("box", NO_LIMIT_V1, 300 * KIB)
-    assert host_memory() == Memory(600 * KIB, 1000 * KIB)
-
-
-def test_cgroup_v2(machine: Machine) -> None:
-    machine.write(machine.proc / "meminfo", MEMINFO)
-    machine.write(machine.proc / "self/cgroup", "0::/user.slice/job\n")
-    machine.cgroup_v2("user.slice/job", str(400 * KIB), 100 * KIB, inactive=20 * KIB)
-    assert host_memory() == Memory(320 * KIB, 400 * KIB)
-    machine.cgroup_v2("user.slice/job", "max", 100 * KIB)
-    assert host_memory() == Memory(600 * KIB, 1000 * KIB)
-
-
-@pytest.mark.parametrize("binding", ["", "a", "a/b", "a/b/c"])
-def test_nested_limits_bind_at_every_level(machine: Machine, binding: str) -> None:
-    machine.write(machine.proc / "self/cgroup", "0::/a/b/c\n")
-    for group in ("", "a", "a/b", "a/b/c"):
-        machine.cgroup_v2(group, str(400 * KIB) if group == binding else str(900 * KIB), 100 * KIB)
-    assert host_memory() == Memory(300 * KIB, 400 * KIB)
-
-
-def test_container_sees_its_group_as_the_root(machine: Machine) -> None:
-    machine.write(machine.proc / "self/cgroup", "0::/docker/0123/not/mounted/here\n")
-    machine.cgroup_v2("", str(400 * KIB), 100 * KIB)
-    assert host_memory() == Memory(300 * KIB, 400 * KIB)
-
-
-def test_both_versions_at_once(machine: Machine) -> None:
-    machine.write(machine.proc / "self/cgroup", "5:memory:/old\n0::/new\n")
-    machine.cgroup_v1("old", str(400 * KIB), 100 * KIB)
-    machine.cgroup_v2("new", str(500 * KIB), 300 * KIB)
-    assert host_memory() == Memory(200 * KIB, 500 * KIB)
-
-
-def test_cgroup_path_with_a_colon(machine: Machine) -> None:
-    machine.write(machine.proc / "self/cgroup", "0::/a:b\n")
-    machine.cgroup_v2("a:b", str(400 * KIB), 100 * KIB)
-    assert host_memory() == Memory(300 * KIB, 400 * KIB)
-
-
-def test_usage_above_the_limit_leaves_nothing(machine: Machine) -> None:
-    machine.write(machine.proc / "self/cgroup", "0::/\n")
-    machine.cgroup_v2("", str(100 * KIB), 130 * KIB)
-    memory = host_memory()
-    assert memory == Memory(0, 100 * KIB)
-    assert memory.is_scarce
+    machine.write(machine.proc / "self/cgroup", own)
+    for group in groups:
+        machine.cgroup(*group)
+    assert host_memory() == Memory(expected[0] * KIB, expected[1] * KIB)
 
 
 def test_half_a_group_is_no_limit(machine: Machine) -> None:
@@ -194,6 +153,8 @@ def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numa_nodes_are_counted_once(machine: Machine) -> None:
+    assert numa_nodes() == 1
+    numa_nodes.cache_clear()
     for name in ("node0", "node1", "node12", "possible", "nodes"):
         (machine.sys / "devices/system/node" / name).mkdir(parents=True)
     assert numa_nodes() == 3
@@ -207,33 +168,27 @@ def torch_error() -> RuntimeError:
     return caught.value
 
 
-def test_torch_says_how_much_it_wanted() -> None:
-    error = torch_error()
-    assert is_out_of_memory(error)
-    assert asked_bytes(error) == 4 << 50
-
-
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
-        (MemoryError(), None),
+        (torch_error(), 4 << 50),
         (MemoryError("Unable to allocate 3 GiB"), None),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), 5 << 29),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), 20 << 20),
         (torch.OutOfMemoryError("HIP out of memory. Tried to allocate 512.00 KiB."), 512 << 10),
-        (
-            RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 7 bytes."
-            ),
-            7,
-        ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 7 bytes."), 7),
         (RuntimeError("std::bad_alloc"), None),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_errors_that_mean_no_memory(error: BaseException, asked: int | None) -> None:
     assert is_out_of_memory(error)
     assert asked_bytes(error) == asked
+    outer = torch.OutOfMemoryError("out of memory on cpu")
+    assert asked_bytes(outer) is None
+    outer.__cause__ = torch.OutOfMemoryError("again")
+    outer.__cause__.__cause__ = error
+    assert asked_bytes(outer) == asked
 
 
 @pytest.mark.parametrize(
@@ -247,16 +202,7 @@ def test_errors_that_mean_no_memory(error: BaseException, asked: int | None) -> 
     ids=repr,
 )
 def test_errors_that_mean_something_else(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
-    assert is_out_of_memory(RuntimeError("")) is False
-
-
-def test_asked_bytes_come_from_the_first_cause() -> None:
-    outer = torch.OutOfMemoryError("out of memory on cpu")
-    assert asked_bytes(outer) is None
-    outer.__cause__ = torch.OutOfMemoryError("again")
-    outer.__cause__.__cause__ = torch_error()
-    assert asked_bytes(outer) == 4 << 50
+    assert is_out_of_memory(error) is False
 
 
 def test_describe_bytes() -> None:

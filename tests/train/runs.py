@@ -13,11 +13,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.train.checkpoint import find_checkpoint
 from dilated_attention_pytorch.train.config import TrainConfig
-from dilated_attention_pytorch.train.loop import Run, Summary
+from dilated_attention_pytorch.train.loop import Run, StopWish, Summary
 from dilated_attention_pytorch.train.metrics import Metrics, read_metrics
 from dilated_attention_pytorch.train.ranks import Ranks
-from dilated_attention_pytorch.train.signals import StopWish
-from dilated_attention_pytorch.train.state import TrainState
 
 SMALL: dict[str, Any] = {
     "d_model": 32,
@@ -93,8 +91,8 @@ def validations(out: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def final_tensors(out: Path, config: TrainConfig) -> dict[str, Tensor]:
     """Weights and averages of the newest checkpoint."""
-    state = TrainState(config, ALONE)
+    run = Run(config, out, ALONE)
     checkpoint, problems = find_checkpoint(out)
     assert not problems
-    state.load(checkpoint)
-    return state.tensors()
+    run.load(checkpoint)
+    return run.tensors()

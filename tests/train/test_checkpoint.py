@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from torch import Tensor
 from dilated_attention_pytorch.train import checkpoint as module
 from dilated_attention_pytorch.train.checkpoint import (
     CheckpointError,
-    CheckpointFolder,
     find_checkpoint,
+    latest_checkpoint,
     read_checkpoint,
+    save_checkpoint,
 )
-from dilated_attention_pytorch.train.storage import INDEX_FILE
 from train.runs import ALONE
 
 
@@ -29,34 +28,29 @@ def tensors(seed: int) -> dict[str, Tensor]:
     return {"a": torch.randn(40, 3, generator=rng), "b.c": odd, "d": torch.randn((), generator=rng).double()}
 
 
-def zeros() -> dict[str, Tensor]:
-    return {name: torch.zeros_like(x) for name, x in tensors(0).items()}
-
-
-def folder_with(path: Path, *steps: int) -> CheckpointFolder:
-    folder = CheckpointFolder(path, ALONE, keep=2)
+def save(folder: Path, *steps: int) -> None:
     for step in steps:
-        folder.save(step, tensors(step), {"about": [step]})
-    return folder
+        save_checkpoint(folder, ALONE, step, tensors(step), {"about": [step]}, 2)
 
 
-def check_latest(folder: CheckpointFolder, step: int) -> list[str]:
-    found, problems = folder.latest()
+def check_latest(folder: Path, step: int) -> list[str]:
+    found, problems = latest_checkpoint(folder, ALONE)
     assert found is not None
     assert (found.step, found.facts) == (step, {"about": [step]})
-    loaded = zeros()
+    loaded = {name: torch.zeros_like(x) for name, x in tensors(0).items()}
     found.load(loaded)
     assert all(torch.equal(loaded[name], x) for name, x in tensors(step).items())
     return problems
 
 
 def test_what_was_saved_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "c", 1, 2, 100_000_000)
+    folder = tmp_path / "c"
+    assert latest_checkpoint(folder, ALONE) == (None, [])
+    save(folder, 1, 2, 100_000_000)
     assert check_latest(folder, 100_000_000) == []
-    assert sorted(x.name for x in folder.folder.iterdir()) == ["step-00000002", "step-100000000"]
-    folder.save(100_000_000, tensors(100_000_000), {"about": [100_000_000]})  # again, in its place
+    assert sorted(x.name for x in folder.iterdir()) == ["step-00000002", "step-100000000"]
+    save(folder, 100_000_000)  # again, in its place
     assert check_latest(folder, 100_000_000) == []
-    assert CheckpointFolder(tmp_path / "none", ALONE).latest() == (None, [])
 
 
 def flip(path: Path) -> None:
@@ -75,71 +69,69 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["manifest.json", INDEX_FILE, "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "part-0.pt"])
 def test_a_damaged_one_is_set_aside_and_the_one_before_used(tmp_path: Path, name: str, damage: str) -> None:
-    folder = folder_with(tmp_path, 1, 2)
-    DAMAGES[damage](tmp_path / "step-00000002" / name)
-    assert [x.step for x in [find_checkpoint_in(tmp_path)]] == [1]
-    (problem,) = check_latest(folder, 1)
-    assert "step-00000002" in problem
-    assert "damaged" in problem or "is missing" in problem
-    assert (tmp_path / "step-00000002.damaged").is_dir()
-    folder.save(2, tensors(2), {"about": [2]})
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2)
+    DAMAGES[damage](folder / "step-00000002" / name)
+    found, problems = find_checkpoint(tmp_path)  # changes nothing
+    assert (found.step, check_latest(folder, 1)) == (1, problems)
+    assert "step-00000002" in problems[0]
+    assert "damaged" in problems[0] or "is missing" in problems[0]
+    assert (folder / "step-00000002.damaged").is_dir()
+    save(folder, 2)
     assert check_latest(folder, 2) == []
 
 
-def find_checkpoint_in(path: Path) -> Any:
-    found, damaged = module.newest_whole(path)
-    assert len(damaged) == 1
-    return found
-
-
 def test_if_none_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "checkpoints", 1, 2)
-    for path in folder.folder.iterdir():
-        flip(path / "__0_0.distcp")
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2)
+    for path in folder.iterdir():
+        flip(path / "part-0.pt")
     with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*step-00000002.*step-00000001"):
-        folder.latest()
-    assert len(list(folder.folder.iterdir())) == 2
+        latest_checkpoint(folder, ALONE)
+    assert len(list(folder.iterdir())) == 2
     with pytest.raises(CheckpointError, match="must hold a whole checkpoint"):
         find_checkpoint(tmp_path)
 
 
 def test_a_half_written_one_is_not_seen_and_goes_with_the_next(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, 1)
+    save(tmp_path, 1)
     left = tmp_path / ".step-00000002.partial"
     left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half")
-    assert check_latest(folder, 1) == []
-    folder.save(3, tensors(3), {"about": [3]})
+    (left / "part-0.pt").write_bytes(b"half")
+    assert check_latest(tmp_path, 1) == []
+    save(tmp_path, 3)
     assert not left.exists()
 
 
-@pytest.mark.parametrize("part", ["tensors", "manifest", "rename"])
-def test_a_full_disk_keeps_the_one_before(tmp_path: Path, monkeypatch: Any, part: str) -> None:
-    folder = folder_with(tmp_path, 1, 2)
-    full = OSError(errno.ENOSPC, "No space left on device")
-
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{module.__name__}.torch.save",
+        f"{module.__name__}._sync_folder",
+        f"{module.__name__}.os.rename",
+    ],
+)
+def test_a_full_disk_keeps_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     def fail(*args: Any, **options: Any) -> None:
-        raise full
+        raise OSError(errno.ENOSPC, "No space left on device")
 
+    save(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        if part == "tensors":
-            patch.setattr("torch.distributed.checkpoint.filesystem.os.fsync", fail)
-        elif part == "manifest":
-            patch.setattr(module, "_sync_folder", fail)
-        else:
-            patch.setattr(module.os, "rename", fail)
+        patch.setattr(place, fail)
         with pytest.raises(CheckpointError, match=r"step-00000003 could not be written: No space .*00000002"):
-            folder.save(3, tensors(3), {"about": [3]})
+            save(tmp_path, 3)
     assert sorted(x.name for x in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    assert check_latest(folder, 2) == []
-    folder.save(3, tensors(3), {"about": [3]})
-    assert check_latest(folder, 3) == []
+    assert check_latest(tmp_path, 2) == []
+    save(tmp_path, 3)
+    assert check_latest(tmp_path, 3) == []
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    folder_with(tmp_path, 1)
+    save(tmp_path, 1)
     found = read_checkpoint(tmp_path / "step-00000001")
     with pytest.raises(CheckpointError, match=r"must hold a of \(3, 40\), got a: \(40, 3\)"):
         found.load({"a": torch.zeros(3, 40)})
@@ -148,25 +140,17 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_that_is_run(tmp_path: Path) -> None:
-    """Metadata are JSON, names stay inside the folder, and tensors are read with weights_only."""
-    folder_with(tmp_path, 1)
+    """The manifest is JSON, and tensors are read with weights_only."""
+    save(tmp_path, 1)
     path = tmp_path / "step-00000001"
-    assert sorted(x.name for x in path.iterdir()) == ["__0_0.distcp", "index.json", "manifest.json"]
-    index = json.loads((path / INDEX_FILE).read_text())
-    index["a"]["chunks"][0]["file"] = "../elsewhere"
-    (path / INDEX_FILE).write_text(json.dumps(index))
-    found = read_checkpoint(path, check=False)
-    with pytest.raises(CheckpointError, match=r"could not be read: .*in its folder"):
-        found.load({"a": torch.zeros(40, 3)})
+    assert sorted(x.name for x in path.iterdir()) == ["manifest.json", "part-0.pt"]
+    found = read_checkpoint(path)
 
     class Program:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "was run",))
 
-    index["a"]["chunks"][0]["file"] = "program"
-    torch.save(Program(), path / "program")
-    index["a"]["chunks"][0] |= {"start": 0, "length": (path / "program").stat().st_size}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    torch.save({"a": Program()}, path / "part-0.pt")
     with pytest.raises(CheckpointError, match="could not be read"):
         found.load({"a": torch.zeros(40, 3)})
     assert not (tmp_path / "was run").exists()

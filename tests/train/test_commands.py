@@ -18,8 +18,8 @@ import torch
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.loop import load_model
 from dilated_attention_pytorch.train.metrics import METRICS_FILE, read_metrics
-from dilated_attention_pytorch.train.state import load_model
 from train.runs import ENVIRONMENT, SMALL, losses, small, train, write_text
 
 PROGRAM = [sys.executable, "-W", "error", "-m", "dilated_attention_pytorch"]
@@ -107,10 +107,10 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(
 ) -> None:
     text, out = write_text(tmp_path), str(tmp_path / "run")
     assert main(["train", text, "--out", out, *flags(steps=4)]) == 0
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004" / "part-0.pt"
     os.truncate(newest, 1000)
     assert main(["generate", out, "--tokens", "3"]) == 0
-    assert "step-00000004/__0_0.distcp is damaged" in capsys.readouterr().err
+    assert "step-00000004/part-0.pt is damaged" in capsys.readouterr().err
     before = losses(tmp_path / "run")
     assert main(["train", "--out", out, "--resume"]) == 0
     assert "it was set aside, and an older checkpoint is used" in capsys.readouterr().err

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.train import command
+from dilated_attention_pytorch.cli import train as command
 from dilated_attention_pytorch.train.config import (
     ConfigError,
     TrainConfig,
     changed_settings,
     default_branches,
 )
-from dilated_attention_pytorch.train.schedule import cosine_rate
+from dilated_attention_pytorch.train.loop import learning_rate
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -99,19 +99,20 @@ def test_branches_reach_across_the_context() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    rates = [cosine_rate(i, peak=2.0, steps=20, warmup_steps=5, final_share=0.1) for i in range(20)]
+    config = TrainConfig(learning_rate=2.0, steps=20, warmup_steps=5, final_share=0.1)
+    rates = [learning_rate(config, step) for step in range(20)]
     assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert rates[5] == 2.0
     assert all(a > b for a, b in pairwise(rates[5:]))
     assert rates[-1] == pytest.approx(0.2, abs=1e-15)
-    assert cosine_rate(0, peak=1.0, steps=1, warmup_steps=0, final_share=0.5) == 1.0
+    assert learning_rate(TrainConfig(learning_rate=1.0, steps=1, warmup_steps=0), 0) == 1.0
 
 
 def test_the_flags_need_no_torch() -> None:
     program = """
 import argparse, sys
-from dilated_attention_pytorch.train import command, generate_command
-for each in (command, generate_command):
+from dilated_attention_pytorch.cli import generate, train
+for each in (train, generate):
     each.add_arguments(argparse.ArgumentParser())
 assert "torch" not in sys.modules
 """

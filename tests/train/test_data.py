@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,13 @@ def test_files_are_one_sequence(folder: Path) -> None:
 def test_batches_are_a_function_of_step_and_seed(folder: Path) -> None:
     corpus = open_corpus([str(folder)])
     whole = torch.tensor(list(corpus.read(0, len(corpus))))
-    known = {len(batch_at(corpus, s, batch_size=3, length=10, seed=1).unique()) for s in range(20)}
+    few, many = (TrainConfig(batch_size=b, context_length=n, seed=1) for b, n in ((3, 10), (400, 150)))
+    known = {len(batch_at(corpus, s, few).unique()) for s in range(20)}
     assert len(known) > 3
-    first = batch_at(corpus, 4, batch_size=400, length=150, seed=1)
-    assert torch.equal(first, batch_at(corpus, 4, batch_size=400, length=150, seed=1))
-    assert not torch.equal(first, batch_at(corpus, 5, batch_size=400, length=150, seed=1))
-    assert not torch.equal(first, batch_at(corpus, 4, batch_size=400, length=150, seed=2))
+    first = batch_at(corpus, 4, many)
+    assert torch.equal(first, batch_at(corpus, 4, many))
+    assert not torch.equal(first, batch_at(corpus, 5, many))
+    assert not torch.equal(first, batch_at(corpus, 4, replace(many, seed=2)))
     possible = whole.unfold(0, 151, 1)
     assert first.shape == (400, 151)
     assert all((row == possible).all(1).any() for row in first)

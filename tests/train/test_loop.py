@@ -16,11 +16,8 @@ from torch.nn import functional as F
 
 from dilated_attention_pytorch.train.config import ConfigError
 from dilated_attention_pytorch.train.data import split_corpus, windows_of
-from dilated_attention_pytorch.train.loop import DivergedError
+from dilated_attention_pytorch.train.loop import DivergedError, StopWish, context_classes, load_model
 from dilated_attention_pytorch.train.metrics import METRICS_FILE, Metrics, read_metrics
-from dilated_attention_pytorch.train.signals import StopWish
-from dilated_attention_pytorch.train.state import load_model
-from dilated_attention_pytorch.train.validation import context_classes
 from train.runs import final_tensors, losses, small, train, validations
 
 VARIANTS: dict[str, dict[str, Any]] = {

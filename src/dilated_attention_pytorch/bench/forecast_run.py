@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..forecast.call import Call
-from ..forecast.memory import predict_memory
-from ..forecast.time import relative_time
+from ..forecast import Call, predict_memory, relative_time
 from ..plan import Shape
 from .forecast_cases import DILATED, ForecastCase
 from .module_run import run_compare

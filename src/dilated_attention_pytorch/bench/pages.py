@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from ..report.charts import Series, line_chart
-from ..report.page import Page
+from ..report import Page, Series, line_chart
 from .measure import Timing
 from .module_cases import CompareCase
 from .record import Record, Result

@@ -49,7 +49,7 @@ def run_quality(case: QualityCase, say: Callable[[str], None]) -> Result:
             counts |= {
                 f"bits {name}": round(found["bits_per_byte"] * tokens),
                 "validation bytes": tokens,
-                "parameters": sum(x.numel() for x in run.state.model.parameters()),
+                "parameters": sum(x.numel() for x in run.model.parameters()),
             }
     return make_result(case, case.repeats, error, {k: tuple(v) for k, v in seconds.items()}, counts)
 
@@ -57,7 +57,7 @@ def run_quality(case: QualityCase, say: Callable[[str], None]) -> Result:
 def start_runs(case: QualityCase, folder: Path) -> dict[str, Run]:
     """Projections of some kinds are fused and drawn as one: all begin with the weights of the first."""
     runs = {name: Run(train_config(case, name), folder, Ranks(torch.device("cpu"))) for name in ATTENTIONS}
-    first, *others = (run.state.model for run in runs.values())
+    first, *others = (run.model for run in runs.values())
     for model in others:
         model.load_state_dict(first.state_dict())
     return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..flags import byte_count, int_list, positive_int
+from .text import byte_count, int_list, positive_int
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MEMORIES = ("fresh", "pool", "lightweight")

@@ -19,39 +19,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .doctor_checks import verdicts
-    from .doctor_facts import collect_facts, kept, why_no_gpu
+    from .doctor_facts import collect_facts, kept, verdicts, why_no_gpu
 
     facts = collect_facts()
     if options.json:
         checks = list(verdicts())
-        shown = [_as_json(check) for check in checks]
         passed = all(check.passed for check in checks)
+        # JSON has no NaN: an error that is none becomes null.
+        shown = [{name: x if x == x else None for name, x in asdict(check).items()} for check in checks]
+        shown = [{**each, "passed": check.passed} for each, check in zip(shown, checks, strict=True)]
         print_json({**facts, "self_check": shown, "passed": passed, **kept()})
         return 0 if passed else 1
-    for line in describe(facts, why_no_gpu()):
-        print(line)
+    for title, lines in describe(facts, why_no_gpu()).items():
+        _print_section(title, lines)
     passed = _show_checks(verdicts())
-    for line in _kept(kept()):
-        print(line)
+    pool, cache = kept().values()
+    held = f"{show_bytes(pool['total_allocated'])}, at most {show_bytes(pool['max_bytes'])}"
+    plans = f"{cache['size']} plans of {show_bytes(cache['bytes'])}, at most {cache['max_size']} plans"
+    values = {
+        "memory pool": f"{held}; {pool['reuse_rate']:.0%} of requests reused memory",
+        "pattern cache": plans,
+    }
+    _print_section("\nkept by this process after the checks", _pairs(values))
     return 0 if passed else 1
 
 
-def _as_json(check: Check) -> dict[str, Any]:
-    """JSON has no NaN: an error that is none becomes null."""
-    values = {name: value if value == value else None for name, value in asdict(check).items()}
-    return {**values, "passed": check.passed}
+def _print_section(title: str, lines: Iterable[str]) -> None:
+    print(paint(title, "bold"))
+    for line in lines:
+        print(f"  {line}")
+
+
+def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
+    width = max(16, *map(len, values))
+    return (f"{name:<{width}} {value}" for name, value in values.items())
 
 
 def _show_checks(checks: Iterable[Check]) -> bool:
     """One line a check as it ends; the largest errors against what is tolerated."""
     print(paint("\nself-check against the definition", "bold"), "(largest errors: forward, gradients)")
-    failed = total = 0
+    passed = []
     for check in checks:
+        passed.append(check.passed)
         mark = paint("ok  ", "green") if check.passed else paint("FAIL", "red")
         errors = f"{check.forward_error:.0e}, {check.gradient_error:.0e} (at most {check.tolerance:.0e})"
         print(f"  {mark} {check.title:<32} {errors}", flush=True)
-        total, failed = total + 1, failed + (not check.passed)
+    failed, total = passed.count(False), len(passed)
     if failed:
         print(paint(f"\n{failed} of {total} checks failed: do not trust results on this machine.", "red"))
     else:
@@ -59,45 +72,24 @@ def _show_checks(checks: Iterable[Check]) -> bool:
     return not failed
 
 
-def describe(facts: Mapping[str, Any], why_no_gpu: str) -> Iterator[str]:
-    """The facts as lines of text."""
-    yield paint("versions", "bold")
-    yield from _pairs(facts["versions"])
-    yield paint("optional packages", "bold")
-    for name, package in facts["packages"].items():
-        yield f"  {name:<16} {package['version'] or 'not installed'} ({package['for']})"
-    yield paint("machine", "bold")
-    yield from _pairs(_machine(facts["machine"]))
-    yield paint("GPUs", "bold")
+def describe(facts: Mapping[str, Any], why_no_gpu: str) -> dict[str, Iterable[str]]:
+    """The facts as lines of text under their titles."""
+    packages = {
+        name: f"{x['version'] or 'not installed'} ({x['for']})" for name, x in facts["packages"].items()
+    }
+    gpus = {}
     for gpu in facts["devices"]:
         memory = "" if gpu["memory_bytes"] is None else f", {show_bytes(gpu['memory_bytes'])}"
-        yield f"  {gpu['device']:<16} {gpu['name']}{memory}"
-    if not facts["devices"]:
-        yield f"  none: {why_no_gpu}"
-    yield paint("torch.distributed", "bold")
+        gpus[gpu["device"]] = gpu["name"] + memory
     backends = ", ".join(facts["distributed"]["backends"])
-    yield f"  {backends or 'no backend: rings of several processes cannot run'}"
-    yield paint("kernels", "bold")
-    yield from _kernels(facts["kernels"])
-
-
-def _kept(facts: Mapping[str, Any]) -> Iterator[str]:
-    pool, cache = facts["memory_pool"], facts["pattern_cache"]
-    yield paint("\nkept by this process after the checks", "bold")
-    held, most = show_bytes(pool["total_allocated"]), show_bytes(pool["max_bytes"])
-    plans, bytes_of_plans = cache["size"], show_bytes(cache["bytes"])
-    yield from _pairs(
-        {
-            "memory pool": f"{held}, at most {most}; {pool['reuse_rate']:.0%} of requests reused memory",
-            "pattern cache": f"{plans} plans of {bytes_of_plans}, at most {cache['max_size']} plans",
-        }
-    )
-
-
-def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
-    width = max(16, *map(len, values))
-    for name, value in values.items():
-        yield f"  {name:<{width}} {value}"
+    return {
+        "versions": _pairs(facts["versions"]),
+        "optional packages": _pairs(packages),
+        "machine": _pairs(_machine(facts["machine"])),
+        "GPUs": _pairs(gpus) if gpus else [f"none: {why_no_gpu}"],
+        "torch.distributed": [backends or "no backend: rings of several processes cannot run"],
+        "kernels": _kernels(facts["kernels"]),
+    }
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,9 +113,7 @@ def _kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """One line for all dtypes of a device of which the same can be said."""
     told: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
-        word = "taken by auto" if entry["chosen"] else f"cannot: {entry['why_not']}"
-        if not entry["chosen"] and entry["why_not"] is None:
-            word = "can run when named"
+        word = "can run when named" if entry["why_not"] is None else f"cannot: {entry['why_not']}"
+        word = "taken by auto" if entry["chosen"] else word
         told.setdefault((entry["kernel"], entry["device"], word), []).append(entry["dtype"])
-    for (kernel, device, word), dtypes in told.items():
-        yield f"  {kernel:<16} {device}, {' '.join(dtypes)}: {word}"
+    return (f"{kernel:<16} {device}, {' '.join(x)}: {word}" for (kernel, device, word), x in told.items())

@@ -32,18 +32,24 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("check, measure and train on this machine, and write a report of it", "demo.command"),
+    "demo": Command("check, measure and train on this machine, and write a report of it", "cli.demo"),
     "doctor": Command(
         "what is installed, what can run here, and a check against the definition", "cli.doctor"
     ),
     "show": Command("draw what attends to what, with coverage and receptive field", "cli.show"),
     "plan": Command("propose settings for a length, with memory, FLOPs, reasons and code", "cli.plan"),
     "bench": Command("compare modules by name, measure time, memory and limits", "cli.bench"),
-    "train": Command("train a byte-level language model on text files", "train.command"),
-    "generate": Command("continue a text with a trained model", "train.generate_command"),
+    "train": Command("train a byte-level language model on text files", "cli.train"),
+    "generate": Command("continue a text with a trained model", "cli.generate"),
 }
 # The extra that installs a package which is imported where it is used.
-EXTRAS = {"rich": "demo", "safetensors": "pretrained", "tensorboard": "train", "transformers": "transformers"}
+EXTRAS = {
+    "matplotlib": "charts",
+    "rich": "demo",
+    "safetensors": "pretrained",
+    "tensorboard": "train",
+    "transformers": "transformers",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,16 +6,13 @@ import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..core.host_memory import device_memory
 from ..factory import LITTLE_MEMORY, choose_dilated_attention
-from ..forecast.call import Call
-from ..forecast.memory import Memory, predict_memory
-from ..forecast.time import relative_time
+from ..forecast import Call, Memory, predict_memory, relative_time
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..plan.shape import Pass
 from ..ring import RingSchedule, plan_ring
@@ -48,33 +45,46 @@ class Proposal:
     def fits(self) -> bool | None:
         return None if self.budget is None else self.memory.peak <= self.budget
 
-    @property
-    def dense_pairs(self) -> int:
-        b, n, h, _, _ = self.call.shape
-        return b * h * (n * (n + 1) // 2 if self.call.spec.is_causal else n * n)
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in numbers."""
+        call, (b, n, h, h_kv, d), spec = self.call, self.call.shape, self.call.spec
+        dense_pairs = b * h * (n * (n + 1) // 2 if spec.is_causal else n * n)
+        products = {"forward": 2, "backward": 5}  # of matrices, of all layers and ranks
+        return {
+            "length": n,
+            "batch": b,
+            "heads": h,
+            "kv_heads": h_kv,
+            "head_dim": d,
+            "layers": call.layers,
+            "dtype": str(call.dtype).removeprefix("torch."),
+            "device": str(call.device),
+            "is_causal": spec.is_causal,
+            "train": call.train,
+            "ranks": self.ranks,
+            "segment_lengths": list(spec.segment_lengths),
+            "dilation_rates": list(spec.dilation_rates),
+            "kind": self.kind,
+            "options": dict(self.options),
+            "flops": {x: 2 * products[x] * d * self.pairs * call.layers for x in call.passes},
+            "share_of_dense_flops": self.pairs / dense_pairs,
+            # It can be told on one CPU; that of ranks depends on their network.
+            "time_over_dense": None if self.ranks > 1 else relative_time(call),
+            "memory": {**self.memory._asdict(), "peak": self.memory.peak},
+            "memory_budget": self.budget,
+            "fits": self.fits,
+            "strategy": None if self.schedule is None else self.schedule.strategy,
+            "received_bytes": {direction: self._received_bytes(direction) for direction in call.passes},
+            "reasons": list(self.reasons),
+        }
 
-    @cached_property
-    def relative_time(self) -> float | None:
-        """Over that of dense attention, where it can be told: on one CPU. Ranks depend on their network."""
-        return None if self.ranks > 1 else relative_time(self.call)
-
-    def flops(self, direction: Pass = "forward") -> int:
-        """Of all layers and ranks: 2 products of matrices forward, 5 backward."""
-        return 2 * (2 if direction == "forward" else 5) * self.call.shape.d * self.pairs * self.call.layers
-
-    def received_bytes(self, direction: Pass = "forward") -> int:
+    def _received_bytes(self, direction: Pass) -> int:
         """Of all layers, by the rank that receives most."""
         if self.schedule is None:
             return 0
-        most = max(self.schedule.received_bytes(rank, direction) for rank in self._ranks_to_ask)
-        return most * self.call.layers
-
-    @property
-    def _ranks_to_ask(self) -> list[int]:
-        """The middle and both ends: bytes sent back are counted peer by peer, which takes long for many."""
-        return sorted(
-            {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
-        )
+        # The middle and both ends: bytes sent back are counted peer by peer, which takes long for many.
+        ends = {*range(min(8, self.ranks)), self.ranks // 2, *range(max(0, self.ranks - 8), self.ranks)}
+        return max(self.schedule.received_bytes(rank, direction) for rank in ends) * self.call.layers
 
 
 def make_proposal(options: Namespace) -> Proposal:
@@ -82,24 +92,23 @@ def make_proposal(options: Namespace) -> Proposal:
     if options.heads % (options.kv_heads or options.heads):
         raise ValueError(f"--kv-heads must divide --heads, got {options.kv_heads} and {options.heads}")
     if options.ratio is not None and options.ratio < 2:
-        raise ValueError(
-            f"--ratio must be at least 2, or the segments never span the sequence, got {options.ratio}"
-        )
+        rule = "--ratio must be at least 2, or the segments never span the sequence"
+        raise ValueError(f"{rule}, got {options.ratio}")
     spec, reasons = _choose_branches(options)
-    device = torch.device(options.device)
-    call = Call(
-        Shape(
-            options.batch, options.length, options.heads, options.kv_heads or options.heads, options.head_dim
-        ),
-        getattr(torch, options.dtype),
-        spec,
-        options.train,
-        options.layers,
-        device,
-    )
+    device, heads = _device(options.device), (options.heads, options.kv_heads or options.heads)
+    shape = Shape(options.batch, options.length, *heads, options.head_dim)
+    call = Call(shape, getattr(torch, options.dtype), spec, options.train, options.layers, device)
     free = device_memory(device)
     budget = options.memory or (None if free is None else free.available)
     return _settle(call, options.ranks, budget, options.memory is not None, reasons)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"--device must name a device of torch, got {name!r}: {first}") from None
 
 
 def _choose_branches(options: Namespace) -> tuple[DilatedSpec, list[str]]:
@@ -131,14 +140,10 @@ def _settle(
     extra: dict[str, Any] = {} if call.device.type == "cpu" else {"device": str(call.device)}
     branches = (spec.segment_lengths, spec.dilation_rates)
     choice = choose_dilated_attention(kind, *branches, seq_len=shape.n, **extra)
-    chosen = {
-        name: value
-        for name, value in choice.options.items()
-        if name not in ("segment_lengths", "dilation_rates")
-    }
+    left_out = {"segment_lengths", "dilation_rates", *(MACHINE_DEPENDENT if is_given else ())}
+    chosen = {name: value for name, value in choice.options.items() if name not in left_out}
     reasons = [*branch_reasons, *choice.reasons]
     if is_given:  # the budget decides, not the memory that happens to be free here
-        chosen = {name: value for name, value in chosen.items() if name not in MACHINE_DEPENDENT}
         reasons = [reason for reason in reasons if not reason.startswith(MACHINE_DEPENDENT)]
         if budget is not None and budget < LITTLE_MEMORY:
             chosen["workspace_bytes"] = max(2**20, budget // 256)

@@ -1,14 +1,15 @@
 """What outlives a call: the pattern cache, the memory pool and the attention buffer manager."""
 
-from .attention_buffer_manager import (
-    AttentionBufferManager,
-    BufferConfig,
-    BufferType,
-    create_attention_buffer_manager,
-)
-from .block_patterns import PersistentPatternCache, get_block_pattern_cache
+from .attention_buffer_manager import AttentionBufferManager, create_attention_buffer_manager
+from .buffer_config import BufferConfig, BufferType
 from .memory_pool import MemoryPool, get_global_memory_pool, reset_global_memory_pool
-from .pattern_cache import PatternCache, get_global_pattern_cache, reset_global_pattern_cache
+from .pattern_cache import (
+    PatternCache,
+    PersistentPatternCache,
+    get_block_pattern_cache,
+    get_global_pattern_cache,
+    reset_global_pattern_cache,
+)
 
 __all__ = [
     "AttentionBufferManager",

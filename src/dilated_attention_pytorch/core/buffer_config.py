@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
 
-from ..checks import check_alignment, check_flags
-from .blocks import Fit
+from ..checks import check_alignment, check_flags, one_of
 from .host_memory import numa_nodes
+from .workspace import Fit
 
 MIB = 2**20
-BUCKETED_BELOW = 1 * MIB
-NUMA_ABOVE = 16 * MIB
-
+BUCKETED_BELOW, NUMA_ABOVE = 1 * MIB, 16 * MIB
 Frequency = Literal["low", "medium", "high"]
 Lifetime = Literal["operation", "forward", "iteration", "persistent"]
 CAPACITY: dict[str, int] = {"low": 5, "medium": 7, "high": 10}  # idle buffers kept of a type
+FITS: dict[str, Fit] = {"bucketed": "class", "numa": "exact", "fragment_aware": "best", "direct": "exact"}
 
 
 class BufferType(str, Enum):
-    """What a buffer is for: query, key, value, output, scores, weights, temp, comm, mask or cache."""
+    """What a buffer is for."""
 
     QUERY = "query"
     KEY = "key"
@@ -33,14 +32,6 @@ class BufferType(str, Enum):
     COMM = "comm"
     MASK = "mask"
     CACHE = "cache"
-
-
-def check_buffer_type(buffer_type: BufferType | str) -> BufferType:
-    try:
-        return BufferType(buffer_type)
-    except ValueError:
-        known = ", ".join(each.value for each in BufferType)
-        raise ValueError(f"buffer_type must be one of {known}, got {buffer_type!r}") from None
 
 
 @dataclass(frozen=True)
@@ -74,11 +65,10 @@ class BufferConfig:
             raise TypeError(f"typical_size_mb must be a number, got {size!r}")
         if not 0 < size < 2**62:
             raise ValueError(f"typical_size_mb must be positive and below 2**62, got {size}")
-        for name, known in (("reuse_frequency", Frequency), ("lifetime", Lifetime)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}")
-        for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
-            check_flags(**{name: getattr(self, name)})
+        one_of("reuse_frequency", self.reuse_frequency, get_args(Frequency))
+        one_of("lifetime", self.lifetime, get_args(Lifetime))
+        names = ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init")
+        check_flags(**{name: getattr(self, name) for name in names})
         check_alignment(self.alignment)
 
     def strategy(self, nbytes: int) -> str:
@@ -87,9 +77,7 @@ class BufferConfig:
             return "bucketed"
         if nbytes > NUMA_ABOVE and self.prefer_numa and numa_nodes() > 1:
             return "numa"
-        if nbytes > 2 * self.typical_size_mb * MIB:
-            return "fragment_aware"
-        return "direct"
+        return "fragment_aware" if nbytes > 2 * self.typical_size_mb * MIB else "direct"
 
 
 DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = {
@@ -104,4 +92,19 @@ DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = {
     BufferType.MASK: BufferConfig(1.0, "low", "persistent", alignment=64),
     BufferType.CACHE: BufferConfig(32.0, "low", "persistent", prefer_bucketed=False),
 }
-FITS: dict[str, Fit] = {"bucketed": "class", "numa": "exact", "fragment_aware": "best", "direct": "exact"}
+
+
+def check_buffer_type(buffer_type: BufferType | str) -> BufferType:
+    try:
+        return BufferType(buffer_type)
+    except ValueError:
+        known = ", ".join(each.value for each in BufferType)
+        raise ValueError(f"buffer_type must be one of {known}, got {buffer_type!r}") from None
+
+
+def type_of(tag: str) -> BufferType:
+    """The type of a tag or a slot of scratch: "key", or "comm_in"; those of no type are temporary."""
+    return _TYPES.get(tag.partition("_")[0], BufferType.TEMP)
+
+
+_TYPES = {each.value: each for each in BufferType}

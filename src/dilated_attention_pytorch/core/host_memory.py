@@ -72,6 +72,16 @@ def describe_bytes(nbytes: int | None) -> str:
     return "an unknown amount" if nbytes is None else f"{nbytes / 2**20:.1f} MiB"
 
 
+def out_of_memory(error: BaseException, device: torch.device, tried: str) -> torch.OutOfMemoryError:
+    """The error to raise when nothing helped: what was asked, what there is, what was tried."""
+    memory = device_memory(device)
+    available = describe_bytes(None if memory is None else memory.available)
+    return torch.OutOfMemoryError(
+        f"out of memory on {device}: {describe_bytes(asked_bytes(error))} were asked for, {available} "
+        f"available, {tried}"
+    )
+
+
 def _physical() -> Iterator[Memory]:
     fields = _fields(PROC / "meminfo")
     if "MemAvailable" in fields and "MemTotal" in fields:

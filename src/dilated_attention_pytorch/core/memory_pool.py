@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..checks import check_count, check_device, check_flags, check_pool_size, check_shape
-from . import relief
-from .blocks import SMALLEST, Block, Blocks, Placement, needed_bytes, size_class, tensor_in
-from .host_memory import describe_bytes, host_memory, numa_nodes
-from .relief import with_relief
-from .workspace import MakeResult, Workspace, fill_if_deterministic
+from ..checks import check_device, check_flags, check_pool_size, check_whole_number
+from .host_memory import host_memory, numa_nodes
+from .process import LOGGER, PerProcess, once, release_idle_memory, with_relief
+from .workspace import SMALLEST, Block, MakeResult, Request, Workspace, fill_if_deterministic, size_class
 
-LOGGER = logging.getLogger("dilated_attention_pytorch")
 # The C library keeps what is freed below 32 MiB for the next caller; larger buffers start as fresh pages.
 RESULT_BYTES = 32 * 2**20
 LEAST_BUDGET, UNKNOWN_BUDGET = 64 * 2**20, 2**30  # the latter where the system does not tell
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
+MOST_ASKED = 64  # blocks that a request asks whether they are idle
+CPU = torch.device("cpu")
+Idle = tuple[str, int, MutableMapping[Any, Any], Any]  # tag, bytes, and where under which key it is kept
+_CLOCK = count(1)
 
 
-class MemoryPool:
+class MemoryPool(PerProcess):
     """Memory that outlives its user and is handed out again once nothing else can see it.
 
     Host memory is kept in size classes (`allocate`, `deallocate`) and in workspaces (`workspace`), all under
-    one byte budget; idle buffers go before idle scratch, the least recently used first. Memory of a CUDA
-    device is left to a `torch.cuda.MemPool`, pinned memory to torch's own cache for it: both know about
-    streams, and the pool counts no reuse there. Thread-safe.
+    one byte budget; idle buffers go before idle scratch, the least recently used first. Memory of devices and
+    pinned memory are left to torch's own caches, which know about streams; the pool counts no reuse there.
+    Thread-safe.
 
     Args:
         max_bytes: the budget of host memory held, on loan or idle; what exceeds it is served by memory that
@@ -48,39 +47,29 @@ class MemoryPool:
         enable_profiling: adds figures by type of buffer to `get_stats`.
     """
 
+    SETTINGS = ("max_bytes", "pool_size", "enable_profiling")
+
     def __init__(
         self, max_bytes: int | None = None, *, pool_size: int | None = None, enable_profiling: bool = False
     ) -> None:
         if max_bytes is not None:
-            if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
-                raise TypeError(f"max_bytes must be an integer or None, got {max_bytes!r}")
-            if max_bytes < SMALLEST:
-                raise ValueError(
-                    f"max_bytes must be at least {SMALLEST}, the smallest buffer of a pool, got {max_bytes}"
-                )
-            check_count("max_bytes", max_bytes)
+            check_whole_number("max_bytes", max_bytes, SMALLEST)
         check_pool_size("pool_size", pool_size)
         check_flags(enable_profiling=enable_profiling)
         self.max_bytes, self.pool_size, self.enable_profiling = max_bytes, pool_size, enable_profiling
-        self._lock = threading.RLock()
-        self._start_clean()
-        with relief.POOLS_LOCK:
-            relief.POOLS.add(self)
+        super().__init__()
 
     def _start_clean(self) -> None:
-        self._blocks = Blocks()
+        self._blocks: dict[int, Block] = {}  # by storage
         self._idle: list[Workspace] = []  # most recently used last
         self._lent: dict[int, Workspace] = {}
-        # Tensors that the pool made but does not hold, so that they too can be returned.
-        self._loose: dict[int, weakref.ref[Tensor]] = {}
-        self._device_pools: dict[torch.device, Any] = {}
-        self._reserved: dict[object, int] = {}  # bytes of buffers that are being allocated
+        # Tensors that the pool made but does not hold, so that they too can be returned; and their tags.
+        self._loose: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self.memory_is_scarce = False  # when the machine was last looked at
         self._checked, self._budget = -math.inf, self.max_bytes or UNKNOWN_BUDGET
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._types: dict[str, dict[str, int]] = {}
-
-    # Buffers
+        self._evictions = self._pressure_cleanups = self._peak = 0
+        # By tag or slot: requests, those that found used memory, returns, and the largest request.
+        self.figures: defaultdict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(_FIGURES, 0))
 
     def allocate(
         self,
@@ -89,96 +78,83 @@ class MemoryPool:
         device: torch.device | str = "cpu",
         *,
         zero_init: bool = False,
+        ahead: bool = False,
         **placement: Any,
     ) -> Tensor:
         """A contiguous tensor, uninitialised unless `zero_init`; to be returned with `deallocate` or dropped.
 
         Args:
-            placement: `tag`, `fit`, `pinned`, `alignment` and `numa`, as in `Placement`.
+            ahead: for a later request, and not counted as one.
+            placement: `tag`, `fit`, `alignment`, `pinned` and `numa`, as in `workspace.Request`.
 
         Raises ValueError for a buffer larger than `max_bytes`, torch.OutOfMemoryError without memory.
         """
-        return self.lend(shape, dtype, device, zero_init=zero_init, **placement)[0]
-
-    def lend(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        *,
-        zero_init: bool = False,
-        **placement: Any,
-    ) -> tuple[Tensor, bool]:
-        """As `allocate`, and whether the memory had been used before."""
-        shape, place = check_shape(shape), Placement(**placement)
-        where = check_device(device) or torch.device("cpu")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        check_flags(zero_init=zero_init)
-        is_pooled = where.type == "cpu" and not (place.pinned and torch.accelerator.is_available())
-        needed = needed_bytes(shape, dtype, place.alignment)
-        if is_pooled and self.max_bytes is not None and needed > self.max_bytes:
-            raise ValueError(
-                f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
-            )
-        if needed >= 2**62:
-            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {needed}")
-        if is_pooled:
-            buffer, reused = self._pooled(shape, dtype, place)
+        request, where = Request(shape, dtype, **placement), check_device(device) or CPU
+        check_flags(zero_init=zero_init, ahead=ahead)
+        pinned = request.pinned and where.type == "cpu" and torch.accelerator.is_available()
+        if where.type == "cpu" and not pinned:
+            buffer = self._find_or_make(request, ahead)
         else:
-            buffer, reused = self._unpooled(shape, dtype, where, place), False
-        self._evict_surplus()
-        return (buffer.zero_() if zero_init else buffer), reused
+            buffer = request.tensor_in(_fresh(request.needed, where, pinned))
+            with self._lock:
+                self._loose[buffer] = request.tag
+                self._count(request.tag, request.nbytes, reused=False)
+        self._trim()
+        return buffer.zero_() if zero_init else buffer
 
-    def deallocate(self, buffer: Tensor) -> None:
-        """Returns a buffer. The tensor is empty afterwards; views of it stay valid and delay the reuse."""
+    def deallocate(self, buffer: Tensor, tag: str | None = None) -> None:
+        """Returns a buffer, which must have the tag if one is given.
+
+        The tensor is empty afterwards; views of it stay valid and delay the reuse.
+        """
         if not isinstance(buffer, Tensor):
             raise TypeError(f"buffer must be a tensor, got {type(buffer).__name__}")
         with self._lock:
-            block = self._blocks.holding(buffer)
-            if block is not None and not block.returned:
-                self._blocks.touch(block, returned=True, requested=block.requested)
-                if not block.is_sound:
-                    self._blocks.drop(block)
-                    self._counts["evictions"] += 1
-            elif block is not None or self._loose.pop(id(buffer), None) is None:
+            block = None
+            if buffer.layout == torch.strided and buffer.device.type == "cpu":
+                block = self._blocks.get(buffer.untyped_storage()._cdata)
+            own = self._loose.get(buffer) if block is None else None if block.returned else block.tag
+            if own is None:
                 raise ValueError(
                     f"a tensor of shape {tuple(buffer.shape)} is not on loan from this pool: it was returned "
                     "before, or came from elsewhere"
                 )
-            self._counts["deallocation_count"] += 1
+            if tag not in (None, own):
+                raise ValueError(f"a buffer allocated as {own} cannot be returned as {tag}")
+            if block is None:
+                del self._loose[buffer]
+            else:
+                block.returned, block.used = True, next(_CLOCK)
+                self._free([] if block.is_sound else [(own, block.nbytes, self._blocks, block.cdata)])
+            self.figures[own]["deallocations"] += 1
         # Whoever kept the tensor must not see the next user's data. If a graph or a view's base is this very
         # tensor it stays whole, and the memory waits for them.
         if buffer._use_count() == 1:  # type: ignore[attr-defined]
             buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        self._evict_surplus()
-
-    def tag_of(self, buffer: Tensor) -> str | None:
-        """The tag under which a buffer on loan was allocated; None if the pool does not hold it."""
-        with self._lock:
-            block = self._blocks.holding(buffer)
-            return block.tag if block is not None and not block.returned else None
-
-    # Workspaces
+        self._trim()
 
     @contextmanager
     def workspace(
-        self, device: torch.device, *, lightweight: bool = False, make_result: MakeResult | None = None
+        self,
+        device: torch.device,
+        *,
+        lightweight: bool = False,
+        make_result: MakeResult | None = None,
+        keep: bool = True,
     ) -> Iterator[Workspace]:
         """Scratch for one call, warm from earlier calls; kept for later ones unless the call fails.
 
-        What the call returns comes from `make_result`, by default from this pool where that pays.
-        `lightweight` leaves out what costs time beside that: results are ordinary tensors, nothing is
-        recorded by type and the machine's memory is not looked at.
+        What the call returns comes from `make_result`, by default from `result`. With `lightweight` it is an
+        ordinary tensor, and the machine's memory is not looked at. Without `keep` the scratch is fresh, and
+        freed after the call.
         """
         if device.type != "cpu":
-            with self._device_scope(device):
-                yield Workspace()
+            yield Workspace()
             return
         with self._lock:
-            workspace = self._idle.pop() if self._idle else Workspace()
+            workspace = self._idle.pop() if self._idle and keep else Workspace()
             self._lent[id(workspace)] = workspace
-        workspace.start(None if lightweight else make_result or self._result)
+        workspace.start(None if lightweight else make_result or self.result)
         try:
             yield workspace
         except BaseException:
@@ -188,54 +164,31 @@ class MemoryPool:
         with self._lock:
             if self._lent.pop(id(workspace), None) is None:
                 return  # the pool was reset in the meantime
-            self._idle.append(workspace)
-            self._count_workspace(workspace, lightweight)
-            limit = self._limit(look=not lightweight)
+            self._idle += [workspace] if keep else []
+            for slot in workspace.taken:
+                is_fresh = slot in workspace.fresh  # otherwise its size is known
+                self._count(slot[0], workspace.buffers[slot].nbytes if is_fresh else 0, not is_fresh)
+            limit = self._budget if lightweight else self.budget
             if workspace.fresh:
-                self._note_peak()
+                self._peak = max(self._peak, self._held())
                 self._evict(limit)
-        self._evict_surplus()
+        self._trim()
 
-    def lend_result(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, bool | None]:
-        """A tensor that outlives the call, and whether its memory had been used before.
-
-        Pooled only where fresh pages would cost time and the budget allows; None stands for not pooled.
-        """
+    def result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that outlives the call; pooled where fresh pages would cost time and the budget allows."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if device.type != "cpu" or nbytes < RESULT_BYTES or nbytes > self._limit():
-            return torch.empty(shape, dtype=dtype, device=device), None
-        return self._pooled(shape, dtype, _RESULT)
+        if device.type != "cpu" or nbytes < RESULT_BYTES or nbytes > self.budget:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self.allocate(shape, dtype, tag="output", fit="exact")
 
-    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.lend_result(shape, dtype, device)[0]
-
-    # Cleaning up
-
-    def clear(self, tag: str | None = None) -> int:
-        """Frees everything idle (of one tag or slot, if given) and returns how many bytes that were."""
-        if tag is None:
-            with self._lock:
-                self._device_pools.clear()  # a MemPool gives its memory back when nothing refers to it
-                return self._evict(-1)  # not 0: empty buffers too
-        return self.trim(tag, 0) + self._clear_slots(tag)
-
-    def trim(self, tag: str, keep: int) -> int:
-        """Frees the least recently used idle buffers of a tag beyond `keep`; returns the bytes freed."""
+    def clear(self, tag: str | None = None, keep: int = 0) -> int:
+        """Frees what is idle (of one tag or slot, if given) but the `keep` used last; returns the bytes."""
         with self._lock:
-            idle = [block for block in self._blocks.idle() if block.tag == tag]
-            return sum(block.nbytes for block in idle[: max(0, len(idle) - keep)] if self._drop_idle(block))
+            idle = self._find_idle(tag)
+            return self._free(idle[: max(0, len(idle) - keep)])
 
-    def _clear_slots(self, name: str) -> int:
-        """Frees scratch of idle workspaces by the name of its slot."""
-        freed = 0
-        with self._lock:
-            for workspace in self._idle:
-                for slot in [slot for slot in workspace.buffers if slot[0] == name]:
-                    freed += workspace.buffers.pop(slot).nbytes
-                    self._counts["evictions"] += 1
-        return freed
+    def release_idle(self) -> int:
+        return self.clear()
 
     def cleanup(self, *, aggressive: bool = False) -> int:
         """Frees what is idle if memory is scarce, or in any case if `aggressive`; returns the bytes freed.
@@ -245,9 +198,9 @@ class MemoryPool:
         with self._lock:
             before = self._held()
             self._checked = -math.inf
-            self._evict(self._limit())
+            self._evict(self.budget)
         if aggressive:
-            relief.release_idle_memory()
+            release_idle_memory()
         return before - self._held()
 
     def reset(self) -> None:
@@ -255,23 +208,29 @@ class MemoryPool:
         with self._lock:
             self._start_clean()
 
-    # Figures
-
     @property
     def budget(self) -> int:
-        """Bytes that the pool may hold at present."""
-        return self._limit()
+        """Bytes that the pool may hold at present: `max_bytes`, or a share of what the machine can give."""
+        now = time.monotonic()
+        if now - self._checked > CHECK_SECONDS:
+            self._checked = now
+            if (memory := host_memory()) is not None:
+                with self._lock:
+                    self.memory_is_scarce = memory.is_scarce
+                    if self.max_bytes is None:
+                        self._budget = max(LEAST_BUDGET, (memory.available + self._held()) // 4)
+                    if memory.is_scarce and self._evict(0):
+                        self._pressure_cleanups += 1
+                        LOGGER.debug("memory is scarce (%s available): idle buffers freed", memory.available)
+        return self._budget
 
     def idle_buffers(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the idle buffers by tag; scratch of idle workspaces by slot."""
         figures: dict[str, tuple[int, int]] = {}
         with self._lock:
-            idle = [(block.tag, block.nbytes) for block in self._blocks.idle()]
-            for workspace in self._idle:
-                idle += [(slot, buffer.nbytes) for (slot, _), buffer in workspace.buffers.items()]
-        for tag, size in idle:
-            number, nbytes = figures.get(tag, (0, 0))
-            figures[tag] = (number + 1, nbytes + size)
+            for tag, size, _, _ in self._find_idle():
+                number, nbytes = figures.get(tag, (0, 0))
+                figures[tag] = (number + 1, nbytes + size)
         return figures
 
     def get_stats(self) -> dict[str, Any]:
@@ -283,227 +242,132 @@ class MemoryPool:
         asked for.
         """
         with self._lock:
-            idle = self._blocks.idle()
-            cached = sum(block.nbytes for block in idle)
-            cached += sum(workspace.nbytes for workspace in self._idle)
-            lent = [block for block in list(self._blocks.values()) if block not in idle]
-            total, lent_bytes = self._held(), sum(block.nbytes for block in lent)
-            devices = {str(device): _device_figures(pool) for device, pool in self._device_pools.items()}
-            requests, reused = self._counts["allocation_count"], self._counts["reuse_count"]
-            total += sum(figures["total"] for figures in devices.values())
-            cached += sum(figures["cached"] for figures in devices.values())
-            stats: dict[str, Any] = {
+            idle, types = self._find_idle(), {tag: dict(counted) for tag, counted in self.figures.items()}
+            total, cached = self._held(), sum(nbytes for _, nbytes, _, _ in idle)
+            lent = [block for block in list(self._blocks.values()) if not block.has_users(0)]
+            lent_bytes, asked = sum(b.nbytes for b in lent), sum(b.requested for b in lent)
+            requests, reuses, returns = (
+                sum(counted[name] for counted in types.values())
+                for name in ("allocations", "reuses", "deallocations")
+            )
+            return {
                 "total_allocated": total,
                 "in_use_bytes": total - cached,
                 "cached_bytes": cached,
-                "cached_buffers": len(idle) + sum(len(workspace.buffers) for workspace in self._idle),
+                "cached_buffers": len(idle),
                 "max_bytes": self.max_bytes or self._budget,
-                "reuse_rate": reused / requests if requests else 0.0,
-                "fragmentation": 1 - sum(b.requested for b in lent) / lent_bytes if lent_bytes else 0.0,
+                "reuse_rate": reuses / requests if requests else 0.0,
+                "fragmentation": 1 - asked / lent_bytes if lent_bytes else 0.0,
                 "numa_nodes": numa_nodes(),
-                **self._counts,
+                "allocation_count": requests,
+                "reuse_count": reuses,
+                "deallocation_count": returns,
+                "evictions": self._evictions,
+                "pressure_cleanups": self._pressure_cleanups,
+                "peak_allocated": self._peak,
+                **({"types": types} if self.enable_profiling else {}),
             }
-            if devices:
-                stats["devices"] = devices
-            if self.enable_profiling:
-                stats["types"] = {tag: dict(figures) for tag, figures in self._types.items()}
-            return stats
 
-    def __repr__(self) -> str:
-        # Without the lock: its owner may log, and wait for a handler that is formatting this very pool.
-        requests, reused = self._counts["allocation_count"], self._counts["reuse_count"]
-        return (
-            f"MemoryPool({describe_bytes(self._held())} held, {reused} of {requests} requests reused memory)"
-        )
-
-    # A pool holds a lock and this process's memory: a copy shares it, another process starts its own.
-
-    def __copy__(self) -> MemoryPool:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryPool:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., MemoryPool], tuple[Any, ...]]:
-        if self is _GLOBAL:
-            return get_global_memory_pool, ()
-        profiled = self.enable_profiling
-        return partial(MemoryPool, self.max_bytes, pool_size=self.pool_size, enable_profiling=profiled), ()
-
-    # Inside, with the lock held unless a docstring says otherwise
-
-    def _pooled(self, shape: tuple[int, ...], dtype: torch.dtype, place: Placement) -> tuple[Tensor, bool]:
-        """A tensor in a block that fits it, and if that was reused. Takes the lock itself."""
-        nbytes, needed = math.prod(shape) * dtype.itemsize, needed_bytes(shape, dtype, place.alignment)
-        token = object()
-        with self._lock:
-            limit = self._limit()
-            size = needed if place.fit == "exact" else size_class(needed)
-            size = size if size <= limit else needed
-            block = self._blocks.find(needed, size, place)
-            self._count(place.tag, nbytes, reused=block is not None)
-            if block is not None:
-                try:
-                    buffer = tensor_in(block.storage, shape, dtype, place.alignment)
-                finally:
-                    block.is_claimed = False
-                self._blocks.touch(block, returned=False, requested=nbytes)
-            else:
-                self._evict(limit - size)
-                has_room = self._held() + size <= limit
-                if has_room:
-                    self._reserved[token] = size
-        if block is not None:
-            return fill_if_deterministic(buffer), True
-        if not has_room:
-            return self._unpooled(shape, dtype, torch.device("cpu"), place, counted=True), False
-        storage = None
-        try:
-            storage = _fresh(size, spread=place.numa and numa_nodes() > 1)
-        finally:
-            with self._lock:
-                was_reset = self._reserved.pop(token, None) is None
-                if storage is not None:
-                    buffer = tensor_in(storage, shape, dtype, place.alignment)
-                if storage is not None and not was_reset:
-                    self._blocks.add(Block(storage, place.tag, size, nbytes))
-                    self._note_peak()
-        return fill_if_deterministic(buffer), False
-
-    def _unpooled(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        place: Placement,
-        counted: bool = False,
-    ) -> Tensor:
-        """Memory that torch's own allocators look after. Takes the lock itself."""
-        pinned = place.pinned and device.type == "cpu" and torch.accelerator.is_available()
-        numel = -(-needed_bytes(shape, dtype, place.alignment) // dtype.itemsize)
-        sizes = shape if place.alignment is None else (numel,)
-        with self._device_scope(device):
-            buffer = with_relief(
-                lambda: torch.empty(sizes, dtype=dtype, device=device, pin_memory=pinned), device
+    def _find_or_make(self, request: Request, ahead: bool) -> Tensor:
+        """A tensor in a block that fits it, or in memory beside the pool if that has no room."""
+        tag, needed = request.tag, request.needed
+        if self.max_bytes is not None and needed > self.max_bytes:
+            raise ValueError(
+                f"a buffer of {needed} bytes does not fit the pool's budget of {self.max_bytes} bytes"
             )
-        if place.alignment is not None:
-            buffer = tensor_in(buffer.untyped_storage(), shape, dtype, place.alignment)
-        key, loose = id(buffer), self._loose
         with self._lock:
-            loose[key] = weakref.ref(buffer, lambda _: loose.pop(key, None))
-            if not counted:
-                self._count(place.tag, buffer.nbytes, reused=False)
-        return buffer
-
-    def _device_scope(self, device: torch.device) -> AbstractContextManager[object]:
-        """Where allocations of a CUDA device land: a MemPool of its own, made at first use."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return nullcontext()
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            limit, size = self.budget, size_class(needed)
+            size = needed if request.fit == "exact" or size > limit else size
+            least, most = (needed, max(2 * needed, size)) if request.fit == "best" else (size, size)
+            buffer = None
+            for block in self._find_fitting(tag, least, most):
+                buffer = request.tensor_in(block.storage)
+                # A signal handler that asked for memory in the meantime holds a tensor of its own.
+                if block.has_users(1):
+                    block.returned, block.used, block.requested = False, next(_CLOCK), request.nbytes
+                    break
+                buffer = None
+            if not ahead:
+                self._count(tag, request.nbytes, buffer is not None)
+            if buffer is not None:
+                return fill_if_deterministic(buffer)
+            self._evict(limit - size)
+            size = size if self._held() + size <= limit else needed
+        # Without the lock: a thread that runs out of memory asks all pools for theirs.
+        storage = _fresh(size, CPU, touched=request.numa and numa_nodes() > 1)
+        buffer = request.tensor_in(storage)
         with self._lock:
-            if device not in self._device_pools:
-                self._device_pools[device] = torch.cuda.MemPool()
-            pool = self._device_pools[device]
-        scope: AbstractContextManager[object] = torch.cuda.use_mem_pool(pool, device=device)
-        return scope
+            if self._held() + size <= limit:
+                self._blocks[storage._cdata] = Block(storage, tag, size, request.nbytes, next(_CLOCK))
+                self._peak = max(self._peak, self._held())
+            else:
+                self._loose[buffer] = tag
+        return fill_if_deterministic(buffer)
 
-    def _held(self) -> int:
-        workspaces = sum(workspace.nbytes for workspace in (*self._idle, *self._lent.values()))
-        return self._blocks.nbytes + workspaces + sum(self._reserved.values())
+    def _find_fitting(self, tag: str, least: int, most: int) -> Iterator[Block]:
+        """Idle blocks, the smallest first: of a size what was returned last, then what was lent longest ago.
 
-    def _limit(self, look: bool = True) -> int:
-        """The budget in force; with none given, a share of what the machine can give."""
-        now = time.monotonic()
-        if look and now - self._checked > CHECK_SECONDS:
-            self._checked = now
-            memory = host_memory()
-            if memory is not None:
-                with self._lock:
-                    self.memory_is_scarce = memory.is_scarce
-                    if self.max_bytes is None:
-                        self._budget = max(LEAST_BUDGET, (memory.available + self._held()) // 4)
-                    if memory.is_scarce and self._evict(0):
-                        self._counts["pressure_cleanups"] += 1
-                        LOGGER.debug("memory is scarce (%s available): idle buffers freed", memory.available)
-        return self._budget
+        The latter may have been dropped instead of returned.
+        """
+        blocks = [b for b in list(self._blocks.values()) if b.tag == tag and least <= b.nbytes <= most]
+        blocks.sort(key=lambda b: (b.nbytes, -b.used if b.returned else b.used))
+        for block in blocks[:MOST_ASKED]:
+            if block.has_users(0):
+                if block.is_sound:
+                    yield block
+                else:
+                    self._free([(tag, block.nbytes, self._blocks, block.cdata)])
+
+    def _find_idle(self, tag: str | None = None) -> list[Idle]:
+        """What nobody uses, in the order in which it goes: buffers before scratch, the oldest first."""
+        # Lists first: a finaliser may return buffers at any time.
+        blocks = [b for b in list(self._blocks.values()) if tag in (None, b.tag) and b.has_users(0)]
+        blocks.sort(key=lambda block: block.used)
+        idle: list[Idle] = [(block.tag, block.nbytes, self._blocks, block.cdata) for block in blocks]
+        for workspace in self._idle:
+            slots = list(workspace.buffers.items())
+            idle += [(s[0], b.nbytes, workspace.buffers, s) for s, b in slots if tag in (None, s[0])]
+        return idle
+
+    def _free(self, idle: Sequence[Idle]) -> int:
+        self._evictions += len(idle)
+        for _, _, kept, key in idle:
+            kept.pop(key, None)
+        return sum(nbytes for _, nbytes, _, _ in idle)
 
     def _evict(self, limit: int) -> int:
-        """Frees idle memory, the least recently used first, until `limit` bytes are held. Takes the lock."""
-        with self._lock:
-            held = before = self._held()
-            for block in self._blocks.idle() if held > limit else ():
-                if held <= limit:
-                    break
-                held -= block.nbytes if self._drop_idle(block) else 0
-            while held > limit and self._idle:
-                held -= self._idle.pop(0).nbytes
-                self._counts["evictions"] += 1
-            return before - held
+        """Frees idle memory until `limit` bytes are held."""
+        excess = self._held() - limit
+        going: list[Idle] = []
+        for each in self._find_idle() if excess > 0 else ():
+            if excess > 0:
+                going.append(each)
+                excess -= each[1]
+        return self._free(going)
 
-    def _evict_surplus(self) -> None:
-        """Frees idle buffers beyond `pool_size`, in the order of `_evict`. Takes the lock."""
-        if self.pool_size is None:
-            return
-        with self._lock:
-            idle = self._blocks.idle()
-            surplus = len(idle) + sum(len(workspace.buffers) for workspace in self._idle) - self.pool_size
-            surplus -= sum(self._drop_idle(block) for block in idle[: max(0, surplus)])
-            for workspace in self._idle:
-                for slot in list(workspace.buffers)[: max(0, surplus)]:
-                    del workspace.buffers[slot]
-                    self._counts["evictions"] += 1
-                    surplus -= 1
+    def _trim(self) -> None:
+        if self.pool_size is not None:
+            self.clear(keep=self.pool_size)
 
-    def _drop_idle(self, block: Block) -> bool:
-        dropped = self._blocks.drop_idle(block)
-        self._counts["evictions"] += dropped
-        return dropped
-
-    def _note_peak(self) -> None:
-        self._counts["peak_allocated"] = max(self._counts["peak_allocated"], self._held())
-
-    def _count_workspace(self, workspace: Workspace, lightweight: bool) -> None:
-        fresh = set(workspace.fresh)
-        grown_twice = len(workspace.fresh) - len(fresh)
-        self._counts["allocation_count"] += len(workspace.taken) + grown_twice
-        self._counts["reuse_count"] += len(workspace.taken) - len(fresh)
-        if self.enable_profiling and not lightweight:
-            for slot in workspace.taken:
-                self._count_type(slot[0], workspace.buffers[slot].nbytes, reused=slot not in fresh)
+    def _held(self) -> int:
+        blocks = sum(block.nbytes for block in list(self._blocks.values()))
+        return blocks + sum(workspace.nbytes for workspace in (*self._idle, *self._lent.values()))
 
     def _count(self, tag: str, nbytes: int, reused: bool) -> None:
-        self._counts["allocation_count"] += 1
-        self._counts["reuse_count"] += reused
-        if self.enable_profiling:
-            self._count_type(tag, nbytes, reused)
-
-    def _count_type(self, tag: str, nbytes: int, reused: bool) -> None:
-        figures = self._types.setdefault(tag, {"allocations": 0, "reuses": 0, "largest_bytes": 0})
+        figures = self.figures[tag]
         figures["allocations"] += 1
         figures["reuses"] += reused
-        figures["largest_bytes"] = max(figures["largest_bytes"], nbytes)
+        if nbytes > figures["largest_bytes"]:
+            figures["largest_bytes"] = nbytes
 
 
-_RESULT = Placement("output", "exact")
-_COUNTS = (
-    "allocation_count",
-    "reuse_count",
-    "deallocation_count",
-    "evictions",
-    "pressure_cleanups",
-    "peak_allocated",
-)
-_GLOBAL: MemoryPool | None = None
-_GLOBAL_LOCK = threading.Lock()
+_FIGURES = ("allocations", "reuses", "deallocations", "largest_bytes")
 
 
+@once
 def get_global_memory_pool() -> MemoryPool:
     """The pool that all modules share; made at first use."""
-    global _GLOBAL
-    with _GLOBAL_LOCK:
-        if _GLOBAL is None:
-            _GLOBAL = MemoryPool()
-        return _GLOBAL
+    return MemoryPool()
 
 
 def reset_global_memory_pool() -> None:
@@ -511,26 +375,11 @@ def reset_global_memory_pool() -> None:
     get_global_memory_pool().reset()
 
 
-def _fresh(nbytes: int, spread: bool) -> torch.UntypedStorage:
-    device = torch.device("cpu")
-    buffer = with_relief(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
-    return (buffer.zero_() if spread else buffer).untyped_storage()
+def _fresh(
+    nbytes: int, device: torch.device, pinned: bool = False, touched: bool = False
+) -> torch.UntypedStorage:
+    def make() -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
-
-def _device_figures(pool: Any) -> dict[str, int]:
-    segments = pool.snapshot()
-    total = sum(segment["total_size"] for segment in segments)
-    return {"total": total, "cached": total - sum(segment["allocated_size"] for segment in segments)}
-
-
-def _start_clean_after_fork() -> None:
-    # The parent's lock may be held by a thread that does not exist here, and its memory is the parent's.
-    global _GLOBAL_LOCK
-    _GLOBAL_LOCK, relief.POOLS_LOCK = threading.Lock(), threading.Lock()
-    for pool in list(relief.POOLS):
-        pool._lock = threading.RLock()
-        pool._start_clean()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_clean_after_fork)
+    buffer = with_relief(make, device)
+    return (buffer.zero_() if touched else buffer).untyped_storage()

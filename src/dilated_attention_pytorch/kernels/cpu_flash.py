@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def _why_not(request: Request) -> str | None:
     if request.device.type != "cpu":
-        return f"it runs on cpu, and the tensors are on {request.device}"
+        return f"it runs on cpu and cuda, and the tensors are on {request.device}"
     if request.dtype not in _DTYPES:
         return f"it takes {', '.join(map(str, _DTYPES))}, and the tensors are {request.dtype}"
     if request.dropout:
@@ -112,4 +112,4 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 _FUSED_BACKWARD = with_lse_gradient(_op_backward)
-CPU_FLASH = Kernel("cpu_flash", _why_not, _forward, _backward, widens=True)
+CPU_FLASH = Kernel("stock", _why_not, _forward, _backward, widens=True)

@@ -106,4 +106,4 @@ def _reduce(x: Tensor, h_kv: int) -> Tensor:
     return x if x.shape[1] == h_kv else x.view(x.shape[0], h_kv, -1, *x.shape[2:]).sum(2)
 
 
-CUDA = Kernel("cuda", _why_not, _forward, with_lse_gradient(_backward))
+CUDA = Kernel("stock", _why_not, _forward, with_lse_gradient(_backward))

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..attention_op import check_execution
 from ..checks import (
     check_device,
     check_flags,
@@ -21,10 +20,13 @@ from ..checks import (
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
 from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
-from ..functional import dilated_attention
+from ..core.tracing import remembered
+from ..functional import attend, spec_of
+from ..ops import check_execution
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import DilatedSpec, resolve_branches
+from ..spec import DilatedSpec, Execution, resolve_branches
 
+_make_execution = remembered(Execution)
 _OF_MANAGER = ("lightweight_pool", "enable_profiling", "enable_memory_pool")  # in the order of `Settings`
 
 
@@ -88,8 +90,7 @@ class AttentionModule(nn.Module):
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
         self.kernel, self.dtype = kernel, dtype
         self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
-        some = 1 if self.workspace_bytes is None else self.workspace_bytes
-        check_execution(kernel, some, self._memory, use_pattern_cache)
+        check_execution(self._execution)
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = self.spec.dropout_p > 0
@@ -154,7 +155,7 @@ class AttentionModule(nn.Module):
 
     @property
     def _memory(self) -> str:
-        """The name of where a call's memory comes from, as the public functions take it."""
+        """The name of where a call's memory comes from, as `Execution` takes it."""
         if self.lightweight_pool and not self.enable_memory_pool:
             raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
         if not self.enable_memory_pool:
@@ -162,10 +163,9 @@ class AttentionModule(nn.Module):
         return LIGHTWEIGHT if self.lightweight_pool else POOL
 
     @property
-    def _execution(self) -> dict[str, Any]:
-        """How the public functions are to run."""
-        names = ("kernel", "workspace_bytes", "use_pattern_cache")
-        return {**{name: getattr(self, name) for name in names}, "memory": self._memory}
+    def _execution(self) -> Execution:
+        """How the calls of this module run."""
+        return _make_execution(self.kernel, self.workspace_bytes, self._memory, self.use_pattern_cache)
 
     def _profile(self) -> None:
         if not self.enable_profiling:
@@ -237,18 +237,13 @@ class DilatedAttention(AttentionModule):
     spec_options = ("head_mixing", "head_offsets", "tail", "detach_mixing")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-        return dilated_attention(q, k, v, **self._call_options(is_causal, mask), return_lse=False)
+        return attend(q, k, v, self._call_spec(is_causal), self._execution, key_mask=mask)[0]
 
-    def _call_options(self, is_causal: bool, mask: Tensor | None) -> dict[str, Any]:
-        """What a call of the public function takes beside the tensors."""
-        names = ("segment_lengths", "dilation_rates", "scale", *self.spec_options)
-        return {
-            **{name: getattr(self.spec, name) for name in names},
-            **self._execution,
-            "is_causal": is_causal,
-            "dropout_p": self._dropout_now,
-            "key_mask": mask,
-        }
+    def _call_spec(self, is_causal: bool) -> DilatedSpec:
+        """What a call computes."""
+        spec, dropout_p = self.spec, self._dropout_now
+        options = (spec.head_mixing, spec.head_offsets, spec.tail, spec.detach_mixing)
+        return spec_of(spec.segment_lengths, spec.dilation_rates, is_causal, spec.scale, dropout_p, *options)
 
 
 class ImprovedDilatedAttention(DilatedAttention):

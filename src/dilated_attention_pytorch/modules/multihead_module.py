@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -202,8 +203,7 @@ class MultiheadModule(nn.Module):
             **{name: getattr(attention.spec, name) for name in OF_SPEC},
             **{name: getattr(self, name) for name in OF_HEADS},
             batch_size=batch_size,
-            kernel=attention.kernel,
-            workspace_bytes=attention.workspace_bytes,
+            execution=replace(attention._execution, memory="fresh"),
             device=device,
             dtype=dtype,
         )

@@ -65,9 +65,12 @@ class Corpus:
 
 
 def _read_part(path: Path, offset: int, count: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        read = file.read(count)
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            read = file.read(count)
+    except OSError as error:
+        raise ConfigError(f"data must be files that can be read, got {path}: {error.strerror}") from None
     if len(read) != count:
         raise ConfigError(f"files of data must not shrink while they are used, got {path}")
     return read
@@ -96,27 +99,19 @@ def standard_library_files() -> list[str]:
 
 
 def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    if path.is_file():
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"data must be files that can be read, got {path}")
-        return [path]
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise ConfigError(f"data must be files or folders that exist, got {path}")
-    found = []
+    found = [path] if path.is_file() else []
     for folder, names, files in os.walk(path):
-        names[:] = sorted(name for name in names if not name.startswith((".", "__pycache__")))
+        names[:] = [name for name in names if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(file for file in found if _is_wanted(file, suffixes))
+    return sorted(file for file in found if file == path or _is_wanted(file, suffixes))
 
 
 def _is_wanted(file: Path, suffixes: Sequence[str]) -> bool:
-    if not file.is_file() or (suffixes and file.suffix not in suffixes):
-        return False
-    try:
-        with open(file, "rb") as opened:
-            return bool(suffixes) or b"\0" not in opened.read(SNIFFED)
-    except OSError:
-        raise ConfigError(f"data must be files that can be read, got {file}") from None
+    if suffixes:
+        return file.is_file() and file.suffix in suffixes
+    return file.is_file() and b"\0" not in _read_part(file, 0, min(SNIFFED, file.stat().st_size))
 
 
 def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
@@ -125,8 +120,7 @@ def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
     if config.validation:
         train, validation = corpus, open_corpus(config.validation, config.suffixes)
     else:
-        kept = round(config.validation_share * len(corpus))
-        edge = len(corpus) - max(kept, needed)
+        edge = len(corpus) - max(round(config.validation_share * len(corpus)), needed)
         if edge < needed:
             rule = f"data must have two sequences of context_length + 1 = {needed} bytes at least"
             raise ConfigError(f"{rule}, one to train on and one to validate, got {len(corpus)} bytes")
@@ -137,11 +131,11 @@ def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
     return train, validation
 
 
-def batch_at(corpus: Corpus, step: int, *, batch_size: int, length: int, seed: int) -> Tensor:
-    """(batch_size, length + 1) bytes of a step: a function of step and seed alone, so that runs can go on."""
-    generator = torch.Generator().manual_seed(mix_seed(seed, "data", step))
-    starts = torch.randint(len(corpus) - length, (batch_size,), generator=generator)
-    return corpus.rows(starts.tolist(), length + 1)
+def batch_at(corpus: Corpus, step: int, config: TrainConfig) -> Tensor:
+    """(batch_size, context_length + 1) bytes: a function of step and seed alone, so that runs can go on."""
+    generator = torch.Generator().manual_seed(mix_seed(config.seed, "data", step))
+    starts = torch.randint(len(corpus) - config.context_length, (config.batch_size,), generator=generator)
+    return corpus.rows(starts.tolist(), config.context_length + 1)
 
 
 def windows_of(corpus: Corpus, count: int, length: int) -> Tensor:

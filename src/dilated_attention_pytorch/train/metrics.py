@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,10 +25,15 @@ class Metrics:
 
     def __init__(self, folder: Path, config: TrainConfig, step: int, stream: IO[str] | None = None) -> None:
         self.config, self.stream = config, sys.stderr if stream is None else stream
-        self.events = _open_tensorboard(folder, step) if config.tensorboard else None
-        path = folder / METRICS_FILE
-        _forget_after(path, step)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
+        self.events: Any = None
+        if config.tensorboard:
+            check_tensorboard()
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
+        replace_file(folder / METRICS_FILE, "".join(kept))
+        self.file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
         self.is_live = self.stream.isatty()
         self.begin, self.tokens = time.perf_counter(), 0
 
@@ -36,31 +42,29 @@ class Metrics:
         config = self.config
         tokens = config.batch_size * config.context_length
         self.tokens += tokens
-        line = {"step": step, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
-        self._write({**line, "seconds": seconds, "tokens_per_second": tokens / seconds})
-        if self.events is not None:
-            for name in ("loss", "learning_rate", "gradient_norm"):
-                self.events.add_scalar(f"train/{name}", line[name], step)
+        figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        self._write({"step": step, **figures, "seconds": seconds, "tokens_per_second": tokens / seconds})
+        self._tell_tensorboard(step, {f"train/{name}": value for name, value in figures.items()})
         if step % config.log_every == 0 or step == config.steps or self.is_live:
             speed = self.tokens / (time.perf_counter() - self.begin)
-            left = (config.steps - step) * tokens / speed
-            text = f"step {step}/{config.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  {_clock(left)} left"
+            left = timedelta(seconds=round((config.steps - step) * tokens / speed))
+            clock = str(left).removeprefix("0:").removeprefix("0")
+            text = f"step {step}/{config.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  {clock} left"
             # Drawn over the line before: one line for all, which messages then push up.
             self.stream.write(f"\r\033[K{text}" if self.is_live else f"{text}\n")
             self.stream.flush()
 
     def tell_validation(self, step: int, result: dict[str, Any]) -> None:
         self._write({"step": step, "validation": result})
-        if self.events is not None:
-            self.events.add_scalar("validation/bits_per_byte", result["bits_per_byte"], step)
+        self._tell_tensorboard(step, {"validation/bits_per_byte": result["bits_per_byte"]})
         classes = ", ".join(f"{name}: {bits:.3f}" for name, bits in result["by_context"].items())
-        self.say(
-            f"step {step}: validation {result['bits_per_byte']:.4f} bits per byte (by context {classes})"
-        )
+        bits = f"{result['bits_per_byte']:.4f} bits per byte"
+        self.say(f"step {step}: validation {bits} (by context {classes})")
 
-    def say(self, text: str) -> None:
-        """A message that stays."""
-        self.stream.write(f"\r\033[K{text}\n" if self.is_live else f"{text}\n")
+    def say(self, *texts: str) -> None:
+        """Messages that stay."""
+        for text in texts:
+            self.stream.write(f"\r\033[K{text}\n" if self.is_live else f"{text}\n")
         self.stream.flush()
 
     def sync(self) -> None:
@@ -78,6 +82,10 @@ class Metrics:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
 
+    def _tell_tensorboard(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items() if self.events is not None else ():
+            self.events.add_scalar(name, value, step)
+
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl; one that was cut off by the end of its process is left out."""
@@ -90,18 +98,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _forget_after(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file as a whole: what was there before stays until then."""
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _open_tensorboard(folder: Path, step: int) -> Any:
-    check_tensorboard()
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
 def check_tensorboard() -> None:
@@ -111,9 +112,3 @@ def check_tensorboard() -> None:
     except ImportError:
         advice = "pip install 'dilated-attention[train]'"
         raise ConfigError(f"tensorboard needs the package tensorboard, which is missing: {advice}") from None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

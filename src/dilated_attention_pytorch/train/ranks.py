@@ -121,9 +121,8 @@ def check_ranks(config: TrainConfig, size: int, ring: int) -> None:
         rule = "accumulation times the number of rings must divide batch_size"
         raise ConfigError(f"{rule}, got {config.accumulation}, {size // ring} and {config.batch_size}")
     if config.context_length < ring:
-        raise ConfigError(
-            f"a rank must have a byte of each sequence, got {ring} ranks and {config.context_length}"
-        )
+        numbers = f"{ring} ranks and {config.context_length}"
+        raise ConfigError(f"a rank must have a byte of each sequence, got {numbers}")
 
 
 def choose_device(name: str) -> torch.device:
@@ -132,15 +131,14 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be one that torch knows, such as cpu or cuda, got {name!r}") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device {name!r} needs CUDA, and torch {torch.__version__} finds none here")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
-        torch.cuda.set_device(device)
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device 'mps' needs an Apple GPU, and torch {torch.__version__} finds none here")
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+            torch.cuda.set_device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an assertion where torch is built without CUDA
+        why = str(error).partition("\n")[0]
+        rule = "device must be one that torch knows and finds here, such as cpu or cuda"
+        raise ConfigError(f"{rule}, got {name!r}: {why}") from None
     return device
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.forecast.call import Call
-from dilated_attention_pytorch.forecast.time import KEY_BLOCK, computed_pairs, relative_time
+from dilated_attention_pytorch.forecast import KEY_BLOCK, Call, computed_pairs, relative_time
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for
 
@@ -16,9 +15,8 @@ from dilated_attention_pytorch.spec import DilatedSpec, branches_for
 def forecast(
     n: int, *branches: tuple[int, ...], causal: bool = False, train: bool = False, d: int = 64
 ) -> float:
-    found = relative_time(
-        Call(Shape(1, n, 8, 8, d), torch.float32, DilatedSpec(*branches, is_causal=causal), train)
-    )
+    spec = DilatedSpec(*branches, is_causal=causal)
+    found = relative_time(Call(Shape(1, n, 8, 8, d), torch.float32, spec, train))
     assert found is not None
     return found
 
@@ -27,13 +25,11 @@ def forecast(
 def test_causal_pairs_are_whole_blocks_of_keys(queries: int) -> None:
     pairs = computed_pairs(queries, queries, is_causal=True)
     assert queries * (queries + 1) // 2 <= pairs <= queries * queries
-    assert pairs <= queries * (queries + KEY_BLOCK + 256) // 2 or queries <= KEY_BLOCK
     if queries <= KEY_BLOCK:
         assert pairs == queries * queries
+    else:
+        assert pairs <= queries * (queries + KEY_BLOCK + 256) // 2
     assert computed_pairs(queries, 7, is_causal=False) == 7 * queries
-
-
-def test_blocks_of_a_thousand_queries() -> None:
     # Two blocks of 256 queries see 512 keys, the other two all 1024.
     assert computed_pairs(1024, 1024, is_causal=True) == 512 * 512 + 512 * 1024
 
@@ -44,22 +40,18 @@ def test_dense_attention_as_one_segment_costs_little_more(causal: bool, train: b
     assert 1.0 < forecast(16384, (16384,), (1,), causal=causal, train=train) < 1.05
 
 
-def test_longer_sequences_save_more_and_shorter_segments_too() -> None:
+def test_what_saves_more_is_forecast_to() -> None:
     times = [forecast(n, *branches_for(n, first=2048, ratio=4)) for n in (4096, 16384, 65536)]
     assert times == sorted(times, reverse=True)
     assert forecast(16384, (1024, 4096, 16384), (1, 4, 16)) < forecast(16384, (4096, 16384), (1, 4))
-
-
-def test_small_heads_pay_for_the_softmax() -> None:
-    """What does not shrink with the head weighs more in small ones, dense and dilated alike."""
+    # What does not shrink with the head weighs more in small ones, dense and dilated alike.
     wide, narrow = (forecast(8192, (64, 256), (1, 4), d=d) for d in (128, 16))
     share = (64 + 256 / 16) / 8192  # of the pairs
     assert share < narrow < wide
 
 
 def test_nothing_is_told_of_other_devices() -> None:
-    spec = DilatedSpec((2048,), (1,))
-    call = Call(Shape(1, 4096, 8, 8, 64), torch.bfloat16, spec)
+    call = Call(Shape(1, 4096, 8, 8, 64), torch.bfloat16, DilatedSpec((2048,), (1,)))
     assert relative_time(call) is not None
     assert relative_time(replace(call, device=torch.device("cuda"))) is None
     assert relative_time(replace(call, dtype=torch.float16)) is None

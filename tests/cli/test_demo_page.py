@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,20 +16,37 @@ import pytest
 from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
 from dilated_attention_pytorch.bench.pages import to_page
 from dilated_attention_pytorch.bench.record import from_json
-from support.chromium import ADVICE, Browser, Tab, find_chromium, start_chromium
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
-BOXES = """Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
+BOXES = """() => Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
   const box = svg.getBoundingClientRect();
   return [svg.id, [box.width, box.height]];
 }))"""
-BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 # Tables and drawings whose box would have to be scrolled sideways.
-CUT_OFF = """[...document.querySelectorAll(".wide")].filter(x => x.scrollWidth > x.clientWidth)
+CUT_OFF = """() => [...document.querySelectorAll(".wide")].filter(x => x.scrollWidth > x.clientWidth)
   .map(x => x.innerText.slice(0, 60))"""
+SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.stem != "transformers")  # of the bench
-SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+
+
+class Tab:
+    """A page, what it says to the console, and what it asks for."""
+
+    def __init__(self, browser: Any, width: int = 1200, scheme: str = "light") -> None:
+        size = {"width": width, "height": 900}
+        self.page = browser.new_page(viewport=size, color_scheme=scheme)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, path: Path) -> Any:
+        self.page.goto(path.as_uri())
+        self.page.wait_for_timeout(200)
+        return self.page
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +55,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     path = tmp_path_factory.mktemp("demo") / "report <1>.html"
     command = [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
     command += ["-m", "dilated_attention_pytorch", "demo", "--seconds", "0.1", "--steps", "2", "--json"]
-    result = subprocess.run(
-        [*command, "--out", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    result = subprocess.run([*command, "--out", str(path)], env=environment, **pipes)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(" ok\n") == len(CONFIGURATIONS) + 1
     assert str(path) in result.stderr
@@ -52,19 +65,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip(ADVICE)
-    with start_chromium(program) as browser:
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed here (Debian and Ubuntu: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    tab = Tab(browser)
-    yield tab
-    tab.close()
+        browser.close()
 
 
 def test_json_holds_what_was_found(report: tuple[Path, dict[str, Any]]) -> None:
@@ -79,14 +89,14 @@ def test_json_holds_what_was_found(report: tuple[Path, dict[str, Any]]) -> None:
     assert len(training["sample"]) > 100
 
 
-def test_every_figure_is_on_the_page(report: tuple[Path, dict[str, Any]], tab: Tab) -> None:
+def test_every_figure_is_on_the_page(report: tuple[Path, dict[str, Any]], browser: Any) -> None:
     path, found = report
-    tab.open(path.as_uri())
-    words = tab.ask("document.body.innerText")
-    shown = words + "\n".join(tab.ask("[...document.querySelectorAll('title')].map(x => x.textContent)"))
+    page = Tab(browser).open(path)
+    words = page.inner_text("body")
+    shown = "\n".join([words, *page.locator("title").all_text_contents()])
     for figure in figures_of(found):
         assert figure in shown, figure
-    sample = tab.ask("[...document.querySelectorAll('pre')][0].textContent")
+    sample = page.evaluate("document.querySelector('pre').textContent")
     assert sample.strip() == (found["training"]["prompt"] + found["training"]["sample"]).strip()
     assert words.index(found["summary"][:40]) < words.index("Machine")
 
@@ -102,10 +112,10 @@ def figures_of(found: dict[str, Any]) -> Iterator[str]:
         yield f"{check['gradient_error']:.1e}"
     for row in found["rows"]:
         yield f"{row['n']:,}"
-        for cost in row["costs"].values():
+        for name, cost in row["costs"].items():
             yield f"{cost['seconds'] * 1e3:,.{int(cost['seconds'] < 0.1)}f}"
             yield f"{cost['peak_bytes'] / 2**20:,.{int(cost['peak_bytes'] < 100 * 2**20)}f}"
-            yield f"{cost['pair_share']:.1%}"
+            yield f"{cost['pair_share']:.1%}" if name != "dense" else ""
     training = found["training"]
     for name in ("parameters", "context_length", "train_bytes", "validation_bytes", "steps", "steps_planned"):
         yield f"{training[name]:,}"
@@ -116,39 +126,38 @@ def figures_of(found: dict[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (400, "dark")])
 def test_page_is_whole_and_quiet(
-    report: tuple[Path, dict[str, Any]], tab: Tab, width: int, scheme: str
+    report: tuple[Path, dict[str, Any]], browser: Any, width: int, scheme: str
 ) -> None:
-    path, _ = report
-    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    tab.open(path.as_uri())
-    boxes = tab.ask(BOXES)
+    tab = Tab(browser, width, scheme)
+    page = tab.open(report[0])
+    boxes = page.evaluate(BOXES)
     assert set(boxes) == PLOTS
     assert all(wide > 300 and high > 100 for wide, high in boxes.values()), boxes
-    assert tab.ask(BACKGROUND) == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
-    assert not tab.ask(SCROLLS)
-    if width == 1200:
-        assert tab.ask("document.documentElement.scrollWidth") <= 1200
-        assert tab.ask(CUT_OFF) == []
-    assert tab.complaints() == []
-    assert set(tab.requests()) - {"data:,"} == {path.as_uri()}
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
+    text = page.evaluate("[...document.querySelectorAll('#time text')].map(x => getComputedStyle(x).fill)")
+    assert set(text) == {"light": {"rgb(29, 33, 37)"}, "dark": {"rgb(228, 231, 234)"}}[scheme]
+    assert not page.evaluate(SCROLLS)
+    assert width < 1200 or page.evaluate(CUT_OFF) == []
+    assert tab.complaints == []
+    assert set(tab.requests) - {"data:,"} == {report[0].as_uri()}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
-def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, tab: Tab, tmp_path: Path) -> None:
-    page = tmp_path / "bench.html"
-    page.write_text(to_page(from_json(record.read_text())), encoding="utf-8")
-    tab.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)
-    tab.open(page.as_uri())
-    assert tab.ask("document.querySelectorAll('table').length") >= 1
-    assert tab.ask("document.documentElement.scrollWidth") <= 1200
-    assert tab.ask(CUT_OFF) == []
+def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bench.html"
+    path.write_text(to_page(from_json(record.read_text())), encoding="utf-8")
+    page = Tab(browser).open(path)
+    assert page.locator("table").count() >= 1
+    assert not page.evaluate(SCROLLS)
+    assert page.evaluate(CUT_OFF) == []
 
 
-def test_the_browser_would_tell(tmp_path: Path, tab: Tab) -> None:
-    """What the test above does not find is there to be found."""
-    page = tmp_path / "page.html"
-    page.write_text('<img src="https://example.invalid/x.png"><script>console.warn("seen")</script>')
-    tab.open(page.as_uri())
-    assert any("seen" in complaint for complaint in tab.complaints())
-    assert "https://example.invalid/x.png" in tab.requests()
+def test_the_browser_would_tell(tmp_path: Path, browser: Any) -> None:
+    """What the tests above do not find is there to be found."""
+    path = tmp_path / "page.html"
+    path.write_text('<img src="https://example.invalid/x.png"><script>console.warn("seen")</script>')
+    tab = Tab(browser)
+    tab.open(path)
+    assert any("seen" in complaint for complaint in tab.complaints)
+    assert "https://example.invalid/x.png" in tab.requests

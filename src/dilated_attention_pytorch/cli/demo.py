@@ -12,49 +12,31 @@ then holds what was found until then.
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 import shlex
-import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ..cli.text import print_json
-from ..flags import positive_int
-
-if TYPE_CHECKING:
-    from .view import View
+from .text import positive_int, print_json
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-SECONDS, TRAIN_SECONDS = 60.0, 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        metavar="S",
-        help=f"time that the measurements may take (default: {SECONDS:.0f})",
-    )
+    seconds: dict[str, Any] = {"type": float, "default": 60.0, "metavar": "S"}
+    parser.add_argument("--seconds", help="time that the measurements may take (default: 60)", **seconds)
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--train-seconds",
-        type=float,
-        default=TRAIN_SECONDS,
-        metavar="S",
-        help=f"time that the training may take; 0 trains nothing (default: {TRAIN_SECONDS:.0f})",
+        "--train-seconds", help="time that the training may take; 0 trains nothing (default: 60)", **seconds
     )
     length.add_argument(
         "--steps", type=positive_int, metavar="N", help="train so many steps, however long they take"
     )
+    report = Path("dilated-attention-demo.html")
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("dilated-attention-demo.html"),
-        metavar="FILE",
-        help="the report (default: dilated-attention-demo.html)",
+        "--out", type=Path, default=report, metavar="FILE", help=f"the report (default: {report})"
     )
     parser.add_argument(
         "--json", action="store_true", help="print what was found as JSON; progress goes to standard error"
@@ -64,18 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the demo and writes its report; 1 if the library is not exact here, 130 after Ctrl-C."""
     check_options(options)
-    from .report import write_report
-    from .story import gather, summarize_all, to_json
+    from . import demo_story
+    from .demo_report import make_page
 
-    view = choose_view(options.json)
-    findings = gather(view, options.seconds, options.train_seconds, options.steps)
-    write_report(findings, command_of(options), options.out)
-    view.show_end(summarize_all(findings), f"The report is in {options.out}")
+    view = demo_story.choose_view(options.json)
+    found = demo_story.gather(view, options.seconds, options.train_seconds, options.steps)
+    options.out.write_text(make_page(found, command_of(options)).render(), encoding="utf-8")
+    view.say("", *textwrap.wrap(found.summary, demo_story.WIDTH), "", style="bold")
+    view.say(f"The report is in {options.out}", style="bold cyan")
     if options.json:
-        print_json(to_json(findings) | {"report": str(options.out)})
-    if findings.is_interrupted:
+        print_json(found.to_json() | {"report": str(options.out)})
+    if found.is_interrupted:
         return INTERRUPTED
-    return DONE if findings.is_exact and not findings.has_failed else FAILED
+    return DONE if found.is_exact and not found.has_failed else FAILED
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -101,22 +84,3 @@ def command_of(options: argparse.Namespace) -> str:
     else:
         words += ["--train-seconds", f"{options.train_seconds:g}"]
     return shlex.join([*words, "--out", str(options.out)])
-
-
-def choose_view(is_json: bool) -> View:
-    """The live view on a terminal with rich installed, plain lines everywhere else."""
-    from .view import PlainView
-
-    stream = sys.stderr if is_json else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):  # a model may write characters that a terminal does not know
-        stream.reconfigure(errors="replace")
-    if not stream.isatty():
-        return PlainView(stream)
-    try:
-        from rich.console import Console
-    except ImportError:
-        print("For a live view: pip install 'dilated-attention[demo]'\n", file=stream)
-        return PlainView(stream)
-    from .rich_view import RichView
-
-    return RichView(Console(file=stream, highlight=False))

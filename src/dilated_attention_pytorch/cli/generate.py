@@ -16,40 +16,39 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..flags import whole_number
+from .text import whole_number
 
 if TYPE_CHECKING:
     from ..modules import LongNetLM
 
 DONE, FAILED = 0, 1
+STOPS = {"\\n": b"\n", "\\t": b"\t", "\\0": b"\0"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or a model")
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or a model")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="to go on from (default: a new line)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="whose bytes to go on from")
-    parser.add_argument(
-        "--tokens", type=whole_number, default=200, metavar="N", help="bytes to write (default: %(default)s)"
-    )
-    parser.add_argument("--sample", action="store_true", help="draw bytes at random instead of the likeliest")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: 1)")
-    parser.add_argument("--top-k", type=int, metavar="N", help="of --sample: only the likeliest bytes")
-    parser.add_argument(
-        "--top-p", type=float, metavar="X", help="of --sample: only the likeliest, of this probability"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="of --sample (default: 0)")
-    parser.add_argument(
-        "--stop", metavar="CHARACTER", help="end after this byte, such as a new line; \\n is understood"
-    )
-    parser.add_argument("--json", action="store_true", help="write text and figures as JSON to stdout")
+    add("--tokens", type=whole_number, default=200, metavar="N", help="bytes to write (default: %(default)s)")
+    add("--sample", action="store_true", help="draw bytes at random instead of the likeliest")
+    add("--temperature", type=float, metavar="X", help="of --sample (default: 1)")
+    add("--top-k", type=int, metavar="N", help="of --sample: only the likeliest bytes")
+    add("--top-p", type=float, metavar="X", help="of --sample: only the likeliest, of this probability")
+    add("--seed", type=int, metavar="N", help="of --sample (default: 0)")
+    add("--stop", metavar="CHARACTER", help="end after this byte, such as a new line; \\n is understood")
+    add("--json", action="store_true", help="write text and figures as JSON to stdout")
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the prompt and what follows; 1 if there is no model that can be read."""
-    how, prompt = _sampling(options), _prompt(options)
-    from .checkpoint import CheckpointError
+    how = _choices(options)
+    prompt = options.prompt_file.read_bytes() if options.prompt_file else (options.prompt or "\n").encode()
+    if not prompt:
+        raise ValueError(f"a prompt must have a byte at least, got the empty {options.prompt_file}")
+    from ..train.checkpoint import CheckpointError
 
     try:
         model = _load(options.model)
@@ -62,17 +61,16 @@ def run(options: argparse.Namespace) -> int:
     written = _write(model, prompt, options, how)
     seconds = time.perf_counter() - begin
     if options.json:
-        text = written.decode("utf-8", "replace")
-        shown = {"prompt": prompt.decode("utf-8", "replace"), "text": text, "tokens": len(written)}
-        print(json.dumps({**shown, "bytes": list(written), "seconds": seconds}))
+        shown = {"prompt": prompt.decode("utf-8", "replace"), "text": written.decode("utf-8", "replace")}
+        print(json.dumps({**shown, "tokens": len(written), "bytes": list(written), "seconds": seconds}))
     return DONE
 
 
 def _load(folder: Path) -> LongNetLM:
     from ..modules import LongNetLM
     from ..modules.pretrained import WEIGHTS_FILE
-    from .checkpoint import find_checkpoint
-    from .state import model_of
+    from ..train.checkpoint import find_checkpoint
+    from ..train.loop import model_of
 
     if not folder.is_dir():
         raise ValueError(f"MODEL must be the folder of a run, a checkpoint or a model, got {folder}")
@@ -84,27 +82,19 @@ def _load(folder: Path) -> LongNetLM:
     return model_of(checkpoint)
 
 
-def _prompt(options: argparse.Namespace) -> bytes:
-    text = options.prompt_file.read_bytes() if options.prompt_file else (options.prompt or "\n").encode()
-    if not text:
-        raise ValueError(f"a prompt must have a byte at least, got the empty {options.prompt_file}")
-    return bytes(text)
-
-
-def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+def _choices(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `LongNetLM.stream`; what does not go together is an error."""
     names = ("temperature", "top_k", "top_p", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if given and not options.sample:
         raise ValueError(f"{', '.join(given)} need --sample, which is not given")
     if options.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
-    if options.stop is not None and len(_stop_byte(options.stop)) != 1:
+    stop = b"" if options.stop is None else STOPS.get(options.stop, options.stop.encode())
+    if options.stop is not None and len(stop) != 1:
         raise ValueError(f"--stop must be one byte, got {options.stop!r}")
-    return {"do_sample": True, "seed": 0, **given} if options.sample else {}
-
-
-def _stop_byte(text: str) -> bytes:
-    return {"\\n": b"\n", "\\t": b"\t", "\\0": b"\0"}.get(text, text.encode())
+    sampling = {"do_sample": True, "seed": 0, **given} if options.sample else {}
+    return {"stop_tokens": tuple(stop), **sampling}
 
 
 def _write(model: LongNetLM, prompt: bytes, options: argparse.Namespace, how: dict[str, Any]) -> bytes:
@@ -117,11 +107,9 @@ def _write(model: LongNetLM, prompt: bytes, options: argparse.Namespace, how: di
         if not options.json:
             print(text, end="", flush=True)
 
-    stop = () if options.stop is None else tuple(_stop_byte(options.stop))
     show(decoder.decode(prompt))
     written = bytearray()
-    tokens = torch.tensor([list(prompt)])
-    for token in model.stream(tokens, options.tokens, stop_tokens=stop, **how):
+    for token in model.stream(torch.tensor([list(prompt)]), options.tokens, **how):
         written += bytes(token.tolist())
         show(decoder.decode(bytes(token.tolist())))
     show(decoder.decode(b"", final=True) + "\n")

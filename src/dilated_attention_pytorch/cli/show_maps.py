@@ -1,9 +1,10 @@
-"""What attends to what, in numbers: counts of every pair, coverage, receptive field over layers."""
+"""What attends to what: counts of every pair, coverage, receptive field over layers, and pictures of them."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 
 from ..block_sparse import build_block_pattern
 from ..plan.heads import branch_heads
+from ..plan.pictures import FUTURE, INK, WHITE, Colour, Map, Meaning, scale_of, shade, svg_of, write_picture
 from ..reference import multiplicity
 from ..spec import DilatedSpec, SparsePatternConfig
 from .text import show_count
 
 MAX_PAIRS = 2**26  # of all heads and branches: about half a GiB of counts
+FIELD_INK: Colour = (150, 60, 20)  # what layers reach, not what one of them scores
+MAX_HEADS = 8  # more panels than these are hard to tell apart
+SVG_CELLS = 128  # a side: each run of equal cells is an element
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,20 @@ class Picture:
     def n(self) -> int:
         return self.counts.shape[-1]
 
+    def describe_size(self) -> str:
+        causal = ", causal" if self.is_causal else ""
+        return f"{self.title}; {self.n} positions, {len(self.class_of_head)} head(s){causal}"
+
+    @property
+    def class_of_head(self) -> list[int]:
+        """Which layer of `counts` is that of each head."""
+        classes = {head: number for number, heads in enumerate(self.heads) for head in heads}
+        return [classes[head] for head in range(len(classes))]
+
     @property
     def together(self) -> Tensor:
         """(n, n) counts over all heads."""
-        weights = torch.tensor([len(heads) for heads in self.heads])
-        return (self.counts * weights[:, None, None]).sum(0)
+        return self.counts[self.class_of_head].sum(0)
 
 
 def make_picture(options: Namespace) -> Picture:
@@ -124,24 +138,15 @@ def _check_size(n: int, maps: int) -> None:
         )
 
 
-def permitted(n: int, is_causal: bool) -> Tensor:
-    """(n,) float: how many positions each query may see at all."""
-    return torch.arange(1, n + 1).double() if is_causal else torch.full((n,), float(n), dtype=torch.float64)
-
-
 def describe(picture: Picture, layers: int) -> dict[str, Any]:
     """All numbers of a picture; `layers` is a list of what is reached after 1, 2, ... layers."""
-    n, allowed = picture.n, permitted(picture.n, picture.is_causal)
-    of_class = (picture.counts > 0).sum(-1).double() / allowed
+    n = picture.n  # of which a query may see so many at all:
+    allowed = torch.arange(1, n + 1).double() if picture.is_causal else torch.full((n,), float(n)).double()
     reached = (picture.counts > 0).any(0)
-    by_head, without = [0.0] * sum(map(len, picture.heads)), [0] * sum(map(len, picture.heads))
-    for share, heads in zip(of_class, picture.heads, strict=True):
-        for head in heads:
-            by_head[head], without[head] = share.mean().item(), int((share == 0).sum())
-    weights = torch.tensor([len(heads) for heads in picture.heads])
-    most = int(picture.counts.max())
-    per_class = torch.stack([torch.bincount(x.flatten(), minlength=most + 1) for x in picture.counts])
-    pairs = (per_class * weights[:, None]).sum(0).tolist()
+    share = (picture.counts > 0).sum(-1).double()[picture.class_of_head] / allowed
+    by_head, without = share.mean(1).tolist(), (share == 0).sum(1).tolist()
+    each_head = picture.counts[picture.class_of_head]
+    pairs = torch.bincount(each_head.flatten()).tolist()
     scored = sum(times * count for times, count in enumerate(pairs))
     return {
         "length": n,
@@ -164,11 +169,7 @@ def describe(picture: Picture, layers: int) -> dict[str, Any]:
 
 def _summary(share: Tensor) -> dict[str, float]:
     """Of all positions, and of the last one, which under a causal mask has the most to see."""
-    return {
-        "mean": share.mean().item(),
-        "least": share.min().item(),
-        "last_position": share[-1].item(),
-    }
+    return {"mean": share.mean().item(), "least": share.min().item(), "last_position": share[-1].item()}
 
 
 def receptive_fields(reached: Tensor, layers: int) -> list[Tensor]:
@@ -198,3 +199,42 @@ def shrink(counts: Tensor, cells: int) -> Tensor:
     totals = corners[1:, 1:] - corners[:-1, 1:] - corners[1:, :-1] + corners[:-1, :-1]
     sizes = edges.diff().double()
     return totals / (sizes[:, None] * sizes)
+
+
+def make_panels(picture: Picture, layers: int) -> list[tuple[str, Tensor, Colour]]:
+    """Name, counts (n, n) and colour of each: all heads together, each kind of head, what layers reach."""
+    panels = [("all heads", picture.together, INK)]
+    if len(picture.heads) > 1:
+        for counts, heads in list(zip(picture.counts, picture.heads, strict=True))[:MAX_HEADS]:
+            panels.append((f"head {', '.join(map(str, heads))}", counts, INK))
+    fields = receptive_fields(picture.together > 0, layers)
+    return panels + [(f"after {i} layers", x.long(), FIELD_INK) for i, x in enumerate(fields[1:], 2)]
+
+
+def picture_parts(picture: Picture, layers: int, most: int) -> tuple[str, list[Map], list[Meaning]]:
+    """Title, maps of at most so many cells a side, and legend. A map has colours of its own."""
+    maps = []
+    for name, counts, ink in make_panels(picture, layers):
+        share = shrink(counts, even_cells(picture.n, most))
+        share = share / share.max().clamp(min=1e-12)
+        maps.append(Map(name, shade(share, ink, is_causal=picture.is_causal), picture.n))
+    legend = [Meaning("query attends to key: the darker, the more often", scale_of(INK))]
+    legend += [Meaning("reached through layers", scale_of(FIELD_INK))] if layers > 1 else []
+    legend += [Meaning("not attended", (WHITE,))]
+    legend += [Meaning("future, never seen", (FUTURE,))] if picture.is_causal else []
+    kind = "Dilated attention" if "branches" in picture.facts else "Block-sparse attention"
+    return f"{kind}: {picture.describe_size()}", maps, legend
+
+
+def draw(picture: Picture, layers: int, path: Path, pixels: int) -> int:
+    """Writes .svg or .png with panels of about so many pixels; returns the number of panels."""
+    most = min(SVG_CELLS, pixels) if path.suffix.lower() == ".svg" else pixels
+    title, maps, legend = picture_parts(picture, layers, most)
+    write_picture(path, title, maps, legend, pixels)
+    return len(maps)
+
+
+def svg_of_options(options: Namespace, svg_id: str) -> str:
+    """The picture that the command writes with these options as SVG."""
+    parts = picture_parts(make_picture(options), options.layers, min(SVG_CELLS, options.pixels))
+    return svg_of(*parts, options.pixels, svg_id)
