@@ -25,7 +25,7 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
-	@echo "make bench   measure this machine (ARGS=--help lists the options)"
+	@echo "make bench   compare modules on this machine (ARGS=--help lists the options)"
 	@echo "make docs    the API reference, from the docstrings, into build/reference"
 	@echo "make clean   remove .venv and caches"
 	@echo

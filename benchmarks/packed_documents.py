@@ -8,14 +8,15 @@ Checks the packed call against the documents one by one, then times both in turn
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch.bench.gate import WrongAnswerError, accept, largest_error
+from dilated_attention_pytorch.bench.measure import interleave
 from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.spec import DilatedSpec
 
@@ -46,21 +47,11 @@ def check(tensors: list[Tensor], bounds: list[int], is_causal: bool) -> float:
         error = 0.0
         for lo, hi in pairwise(bounds[:200]):
             one = dilated_attention(*(x[:, lo:hi] for x in tensors), *BRANCHES, is_causal=is_causal)
-            error = max(error, (packed[:, lo:hi] - one).abs().max().item())
-    if not error < 2e-5:
-        raise SystemExit(f"packed documents differ from single ones by {error:.1e}: nothing is timed")
-    return error
-
-
-def best(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The least seconds of each call; they take turns."""
-    seconds = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds + 1):  # the first one plans and warms up
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+            error = max(error, largest_error(packed[:, lo:hi], one))
+    try:
+        return accept("packed documents against single ones", error)
+    except WrongAnswerError as wrong:
+        raise SystemExit(str(wrong)) from None
 
 
 def main() -> None:
@@ -93,13 +84,12 @@ def main() -> None:
                 torch.autograd.grad(out, (q, k, v), weight)
 
         for trains in (False, True):
-            seconds = best(
-                {
-                    "documents": lambda trains=trains: attend(BRANCHES, cu_seqlens, trains),  # type: ignore[misc]
-                    "one": lambda trains=trains, one=one: attend(one, None, trains),  # type: ignore[misc]
-                },
-                options.rounds,
-            )
+            calls = {
+                "documents": partial(attend, BRANCHES, cu_seqlens, trains),
+                "one": partial(attend, one, None, trains),
+            }
+            timings = interleave(calls, options.rounds)  # the first round, which plans, is not timed
+            seconds = {name: timing.minimum for name, timing in timings.items()}
             ratio = seconds["documents"] / seconds["one"]
             name = f"{'causal ' if is_causal else ''}{'forward + backward' if trains else 'forward'}"
             print(

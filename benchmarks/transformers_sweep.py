@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import update_page
 from tiny_models import Inputs, NotBuilt, families, padding, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -262,15 +263,6 @@ def _rule(reason: str) -> str:
     return rule.removeprefix("dilated attention ").strip(", ")
 
 
-def update(page: Path, record: dict[str, Any]) -> None:
-    """Puts the table between the markers of a page."""
-    head, begin, rest = page.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{page} must contain {BEGIN} and {END}")
-    page.write_text(f"{head}{BEGIN}\n{render(record)}\n{END}{tail}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -293,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")
     if options.update is not None:
-        update(options.update, record)
+        update_page(options.update, render(record), "families")
     print(render(record))
     return int(any(result["outcome"] in ("differs", "crashes") for result in results.values()))
 

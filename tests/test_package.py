@@ -120,7 +120,7 @@ def test_doors_hold_no_logic(door: str) -> None:
         ("merge.py", f"import {PACKAGE}.kernels.eager", {"kernels"}),
         ("functional.py", "from .reference import dilated_attention_reference", {"reference"}),
         ("functional.py", f"from {PACKAGE} import DilatedAttention", {"__init__"}),
-        ("bench/cases.py", "from ..reference import dilated_attention_reference", set()),
+        ("bench/run.py", "from ..reference import dilated_attention_reference", set()),
         ("__init__.py", "from .functional import dilated_attention", set()),
     ],
 )

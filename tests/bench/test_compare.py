@@ -9,23 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench.cases import SUITES, MemoryCase, TimeCase
 from dilated_attention_pytorch.bench.compare import (
     FEWEST,
     bootstrap_ratio,
     compare_records,
     comparison_markdown,
 )
-from dilated_attention_pytorch.bench.config import Config
-from dilated_attention_pytorch.bench.limit_cases import LIMIT_CONFIG, limit_case
-from dilated_attention_pytorch.bench.module_cases import CompareCase, ModuleConfig
-from dilated_attention_pytorch.bench.record import Record, Result, make_result, to_json
-from dilated_attention_pytorch.bench.sparse_cases import SparseTimeCase
+from dilated_attention_pytorch.bench.record import Record, Result, to_json
 from dilated_attention_pytorch.cli.main import main
 
-CONFIG = ModuleConfig(2, 8, (64,), (1,))
 MACHINE: dict[str, str | int | float | None] = {"cpu": "Some CPU", "cores": 2, "threads": 2, "torch": "9.9"}
 NAMES = ("halved", "longer", "noisy", "once")
+CASE = {
+    "kind": "compare",
+    "name": "forward",
+    "n": 64,
+    "repeats": 15,
+    "patterns": [{"keep": 1, "target": 5.0}],
+}
 
 
 def noisy(median: float, spread: float, seed: int, rounds: int = 15) -> tuple[float, ...]:
@@ -39,31 +40,25 @@ def compared(factors: dict[str, float], peak: int, seed: int, **changes: object)
         name: noisy(factor, spreads[name], seed + i, 1 if name == "once" else 15)
         for i, (name, factor) in enumerate(factors.items())
     }
-    case = replace(CompareCase("forward", CONFIG, 64, NAMES), **changes)  # type: ignore[arg-type]
-    return make_result(case, 15, 0.0, seconds, {"peak_extra halved": peak, "flops": 7})
+    return Result(CASE | changes, 15, 0.0, seconds, {"peak_extra halved": peak, "flops": 7})
 
 
 BEFORE = compared(dict.fromkeys(NAMES, 1.0), 100 * 2**20, 0)
 AFTER = compared({"halved": 0.5, "longer": 1.3, "noisy": 1.01, "once": 2.0}, 50 * 2**20, 100)
-PLAIN = Config(2, 8, (64,), (1,))
-OLD = make_result(MemoryCase("held", PLAIN, 64), 1, 0.0, {}, {"peak_extra": 2, "results": 1})
-TIMES = {"bare": (1.0,), "dilated": (1.0,)}
-NEW = make_result(TimeCase("timed", PLAIN, ((1, 64),)), 1, 0.0, TIMES, {"flops": 1})
+OLD, NEW = (Result({"kind": "time", "name": name}, 1, 0.0, {"x": (1.0,)}) for name in ("held", "timed"))
 A, B = Record({}, MACHINE, (BEFORE, OLD)), Record({}, {**MACHINE, "threads": 1}, (AFTER, NEW))
 
 
 def test_known_ratios_are_found_with_their_intervals() -> None:
-    changes = {change.candidate: change for change in compare_records(A, B).changes}
+    changes = {change["candidate"]: change for change in compare_records(A, B)["changes"]}
     halved, longer, unclear, once = (changes[name] for name in NAMES)
-    assert halved.ratio == pytest.approx(0.5, rel=0.03)
-    assert longer.ratio == pytest.approx(1.3, rel=0.03)
+    assert halved["ratio"] == pytest.approx(0.5, rel=0.03)
+    assert longer["ratio"] == pytest.approx(1.3, rel=0.03)
     for change in (halved, longer, unclear):
-        assert change.low is not None
-        assert change.high is not None
-        assert change.low <= change.ratio <= change.high
-    verdicts = [change.verdict for change in (halved, longer, unclear, once)]
+        assert change["low"] <= change["ratio"] <= change["high"]
+    verdicts = [change["verdict"] for change in (halved, longer, unclear, once)]
     assert verdicts == ["faster", "slower", "no difference shown", "no interval: fewer than 5 rounds"]
-    assert (once.low, once.high, once.rounds) == (None, None, (1, 1))
+    assert (once["low"], once["high"], once["rounds"]) == (None, None, [1, 1])
 
 
 def test_the_interval_is_seeded_and_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -87,54 +82,33 @@ def test_equal_sides_seldom_differ_even_with_the_fewest_rounds() -> None:
 
 def test_bytes_and_what_stands_in_one_only() -> None:
     comparison = compare_records(A, B)
-    (change,) = comparison.count_changes  # flops are not of a run
-    assert (change.what, change.ratio) == ("peak_extra halved", 0.5)
-    assert (comparison.only_in_a, comparison.only_in_b) == (("held",), ("timed",))
-    assert comparison.warnings == ("threads differs: 2 and 1",)
+    (change,) = comparison["count_changes"]  # flops are not of a run
+    assert (change["what"], change["ratio"]) == ("peak_extra halved", 0.5)
+    assert (comparison["only_in_a"], comparison["only_in_b"]) == (["held"], ["timed"])
+    assert comparison["warnings"] == ["threads differs: 2 and 1"]
     text = comparison_markdown(comparison)
     assert "**Warning**: threads differs: 2 and 1." in text
     assert "| forward, peak_extra halved | 100.0 MiB | 50.0 MiB | 0.500 |" in text
     assert "Only in A:\n\n- held" in text
     assert "Only in B:\n\n- timed" in text
+    fewer = replace(AFTER, seconds={"halved": AFTER.seconds["halved"]}, counts={"confirmed": 15000})
+    comparison = compare_records(A, Record({}, MACHINE, (fewer, replace(fewer, case=OLD.case))))
+    assert [change["candidate"] for change in comparison["changes"]] == ["halved"]
+    missing = {"forward, longer", "forward, noisy", "forward, once", "held, x"}
+    assert set(comparison["only_in_a"]) == missing
+    both = [Record({}, MACHINE, (replace(fewer, counts={"confirmed": n}),)) for n in (10000, 15000)]
+    assert "| forward, confirmed | 10,000 | 15,000 | 1.500 |" in comparison_markdown(compare_records(*both))
 
 
-def test_a_missing_candidate_is_named() -> None:
-    fewer = replace(AFTER, seconds={"halved": AFTER.seconds["halved"]})
-    comparison = compare_records(A, Record({}, MACHINE, (fewer,)))
-    assert [change.candidate for change in comparison.changes] == ["halved"]
-    assert set(comparison.only_in_a) == {"held", "forward, longer", "forward, noisy", "forward, once"}
-
-
-def test_other_sizes_are_not_compared() -> None:
-    comparison = compare_records(A, Record({}, MACHINE, (compared(dict.fromkeys(NAMES, 1.0), 1, 0, n=128),)))
-    assert comparison.changes == ()
-    assert "not compared, it is another case" in comparison.warnings[0]
+def test_other_sizes_are_not_compared_but_targets_and_rounds_are_no_sizes() -> None:
+    other = compared(dict.fromkeys(NAMES, 1.0), 1, 0, n=128, budget=2**30)
+    comparison = compare_records(A, Record({}, MACHINE, (other,)))
+    assert comparison["changes"] == comparison["count_changes"] == []
+    sizes = "not compared, it is another case: n 64 and 128; budget None and 1073741824"
+    assert sizes in comparison["warnings"][0]
     assert "Nothing in common was measured." in comparison_markdown(comparison)
-
-
-def test_limits_of_other_budgets_are_not_compared() -> None:
-    budgets = [limit_case(LIMIT_CONFIG, budget=budget) for budget in (2**30, 2**33)]
-    records = [
-        Record({}, MACHINE, (make_result(case, 1, 0.0, {"attention": (1.0,)}, {"confirmed": 10 * (i + 1)}),))
-        for i, case in enumerate(budgets)
-    ]
-    comparison = compare_records(*records)
-    assert comparison.count_changes == ()
-    assert "another case" in comparison.warnings[0]
-    again = replace(records[0].results[0], counts={"confirmed": 15})
-    (change,) = compare_records(records[0], Record({}, MACHINE, (again,))).count_changes
-    assert (change.what, change.ratio, change.shown) == ("confirmed", 1.5, ("10", "15"))
-
-
-def test_targets_and_rounds_are_no_part_of_what_is_measured() -> None:
-    case = SUITES["sparse"][0]
-    assert isinstance(case, SparseTimeCase)
-    patterns = tuple(replace(entry, target=None) for entry in case.patterns)
-    other = replace(case, patterns=patterns, repeats=99, dense_repeats=1)
-    flops = {f"flops {name}": 1 for name in ("dense", "bare", *(entry.name for entry in case.patterns))}
-    seconds = {name.removeprefix("flops "): (1.0, 1.0, 1.0) for name in flops}
-    records = [Record({}, MACHINE, (make_result(x, 3, 0.0, seconds, flops),)) for x in (case, other)]
-    assert len(compare_records(*records).changes) == len(seconds)
+    judged = replace(BEFORE, case=CASE | {"repeats": 99, "patterns": [{"keep": 1, "target": None}]})
+    assert len(compare_records(A, Record({}, MACHINE, (judged,)))["changes"]) == len(NAMES)
 
 
 def test_compare_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

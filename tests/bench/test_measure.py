@@ -1,22 +1,19 @@
-"""Durations, their order and their ratios, by a clock that the test moves; and the peak of this process."""
+"""Durations, their order and their ratios, by a clock that the test moves; peaks; processes of their own."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch.bench import candidates, child, measure
-from dilated_attention_pytorch.bench.cases import LongCase, MemoryCase, TimeCase
-from dilated_attention_pytorch.bench.config import Config
+from dilated_attention_pytorch.bench import measure
+from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
 from dilated_attention_pytorch.bench.measure import NotMeasurableError, Timing, interleave
 from dilated_attention_pytorch.core.host_memory import Memory
-
-CONFIG = Config(4, 8, (16, 40), (1, 2))
+from support.child import child
 
 
 class FakeClock:
@@ -27,29 +24,19 @@ class FakeClock:
         return self.now
 
 
-class CountPairs(TorchDispatchMode):
-    """Counts the query-key pairs that flash kernels see, and calls of anything else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward_pairs = self.backward_pairs = self.others = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.forward_pairs += args[0].shape[:3].numel() * args[1].shape[2]
-        elif func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.backward_pairs += args[1].shape[:3].numel() * args[2].shape[2]
-        else:
-            self.others += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_candidates_alternate_and_reverse_each_round() -> None:
+@pytest.mark.parametrize(
+    ("rounds", "at_most", "expected"),
+    [(3, {}, "abbaabba"), (5, {"b": 2}, "a" + "ba" + "a" + "a" + "ab" + "a")],
+)
+def test_candidates_alternate_and_long_ones_take_part_in_some_rounds(
+    rounds: int, at_most: dict[str, int], expected: str
+) -> None:
     order: list[str] = []
     runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    timings = interleave(runs, 3, warmup=1)
-    assert "".join(order) == "abbaabba"
-    assert {name: len(timing.seconds) for name, timing in timings.items()} == {"a": 3, "b": 3}
+    timings = interleave(runs, rounds, warmup=1, at_most=at_most)
+    assert "".join(order) == expected
+    counted = {name: len(timing.seconds) for name, timing in timings.items()}
+    assert counted == {"a": rounds, "b": at_most.get("b", rounds)}
 
 
 def test_durations_are_those_of_the_clock_without_warmup() -> None:
@@ -62,17 +49,6 @@ def test_durations_are_those_of_the_clock_without_warmup() -> None:
     runs = {name: (lambda name=name: runner(name)) for name in durations}
     timings = interleave(runs, 3, clock=clock)
     assert timings == {"bare": Timing((2.0, 4.0, 3.0)), "dilated": Timing((3.0, 8.0, 6.0))}
-
-
-def test_a_long_candidate_takes_part_in_some_rounds_spread_over_all() -> None:
-    order: list[str] = []
-    runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    timings = interleave(runs, 5, warmup=1, at_most={"b": 2})
-    assert "".join(order) == "a" + "ba" + "a" + "a" + "ab" + "a"
-    assert {name: len(timing.seconds) for name, timing in timings.items()} == {"a": 5, "b": 2}
-
-
-def test_interleave_refuses_no_rounds() -> None:
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         interleave({}, 0)
 
@@ -81,39 +57,6 @@ def test_timing_statistics() -> None:
     timing = Timing((5.0, 1.0, 2.0, 4.0, 3.0))
     assert (timing.minimum, timing.median, timing.spread) == (1.0, 3.0, 2.0)
     assert Timing((7.0,)).spread == 0.0
-
-
-def test_arena_cuts_distinct_tensors_and_starts_over_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "ARENA_NUMEL", 10)
-    arena = candidates.Arena([(2, 3), (4,), (5,), (6, 2)], seed=0)
-    assert arena.memory.numel() == 12  # the largest tensor decides where the bound is too small for it
-    starts = [arena.take(shape).storage_offset() for shape in [(2, 3), (4,), (5,), (6, 2)]]
-    assert starts == [0, 6, 0, 0]
-    assert arena.take((3, 4)).is_contiguous()
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_bare_kernel_does_the_work_of_the_plan(backward: bool) -> None:
-    case = TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=backward)
-    run = candidates.bare_candidate(case)
-    with CountPairs() as counter:
-        run()
-    assert counter.others == 0
-    forward_pairs, backward_pairs = counter.forward_pairs, counter.backward_pairs
-    assert (backward_pairs > 0) == backward
-    assert 2 * CONFIG.d * (2 * forward_pairs + 5 * backward_pairs) == candidates.count_flops(case)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_dilated_candidate_makes_every_call(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = TimeCase("tiny", CONFIG, ((2, 20), (1, 37)), backward=backward, new_lengths=True)
-    sizes = []
-    real = candidates.attend
-    monkeypatch.setattr(
-        candidates, "attend", lambda c, q, k, v: sizes.append(tuple(q.shape)) or real(c, q, k, v)
-    )
-    candidates.dilated_candidate(case)()
-    assert sizes == [(2, 20, 4, 8), (1, 37, 4, 8)]
 
 
 def test_peak_is_seen_even_when_its_memory_is_gone() -> None:
@@ -138,23 +81,30 @@ def test_platform_without_proc_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
         measure.reset_peak_memory()
 
 
-def test_memory_case_counts_the_bytes_of_its_results() -> None:
-    if not measure.CLEAR_REFS.exists():
-        pytest.skip("this platform has no /proc/self/clear_refs")
-    measured = child.measure_memory(MemoryCase("tiny", CONFIG, 200, backward=True))
-    assert measured.nbytes["results"] == 4 * 200 * 4 * (4 * 8 + 1)
-    assert measured.error is not None
-    assert measured.error < 2e-5
+@pytest.mark.parametrize(
+    ("what", "why_not"),
+    [
+        ("threads", None),
+        ("platform", "no /proc here"),
+        ("memory", "out of memory: no more"),
+        ("signal", "the process was ended by signal 9, likely out of memory"),
+        ("sleep", "it was ended after 1 s"),
+    ],
+)
+def test_a_child_tells_what_it_found_or_why_it_could_not(what: str, why_not: str | None) -> None:
+    found = measure.measure_in_child(child, what, timeout=1 if what == "sleep" else 60)
+    assert found.why_not == why_not
+    if why_not is None:
+        assert found.counts["threads"] == torch.get_num_threads()
+        assert found.counts["pid"] != os.getpid()
 
 
-def test_long_case_compares_equal_numbers_of_positions() -> None:
-    measured = child.measure_long(LongCase("tiny", CONFIG, 400, 100), 2)
-    assert {name: len(values) for name, values in measured.seconds.items()} == {"base": 2, "long": 2}
-    assert measured.error is not None
-    assert measured.error < 2e-5
+def test_a_call_too_large_for_the_machine_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "host_memory", lambda: Memory(2**30, 2**40))
+    found = measure.measure_in_child(lambda: pytest.fail("started"), needed=2**33)
+    assert found.why_not == "needs 8.0 GiB, 1.0 GiB are available"
 
 
-def test_case_too_large_for_the_machine_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "host_memory", lambda: Memory(2**30, 2**40))
-    measured = child.measure_in_child(MemoryCase("huge", Config(8, 64, (64,), (1,)), 2**20), 1)
-    assert measured.why_not == "needs 8.0 GiB, 1.0 GiB are available"
+def test_facts_fit_a_record() -> None:
+    assert set(project_facts()) == {"version", "commit", "changed"}
+    assert isinstance(machine_facts()["threads"], int)

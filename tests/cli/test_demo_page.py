@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
-from dilated_attention_pytorch.bench.pages import to_page
-from dilated_attention_pytorch.bench.record import from_json
+from dilated_attention_pytorch.bench.record import read_record, to_page
+from support.suites import suite
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
@@ -146,7 +146,7 @@ def test_page_is_whole_and_quiet(
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "bench.html"
-    path.write_text(to_page(from_json(record.read_text())), encoding="utf-8")
+    path.write_text(to_page(read_record(record), suite(record.stem).SECTIONS), encoding="utf-8")
     page = Tab(browser).open(path)
     assert page.locator("table").count() >= 1
     assert not page.evaluate(SCROLLS)

@@ -121,7 +121,6 @@ def test_mistakes_come_with_what_was_likely_meant(
         "demo --out a.html --seconds 0",
         "bench sdpa --html pages/a.html",
         "bench sdpa --html a.html --out a.json --segments 64",
-        "bench --draw pictures",
         "train nowhere --out runs/a",
         "train . --out runs/a --nhead 3",
         "generate runs/a",

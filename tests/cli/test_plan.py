@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import plan_ring
+from dilated_attention_pytorch.bench.candidates import Config
+from dilated_attention_pytorch.bench.measure import measure_in_child
+from dilated_attention_pytorch.bench.run import Case, measure_candidate
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.forecast import Call, predict_memory
 from dilated_attention_pytorch.plan import Shape
@@ -96,6 +99,17 @@ def test_memory_is_what_a_process_takes(number: int, measured: list[tuple[dict[s
     spec = DilatedSpec(*case["branches"], case["causal"])
     predicted = predict_memory(Call(shape, getattr(torch, case["dtype"]), spec, case["train"]))
     assert predicted.peak == pytest.approx(predicted.inputs + extra, rel=0.03), case
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_memory_is_what_the_bench_measures() -> None:
+    config = Config(8, 64, *NEAR, is_causal=True)
+    names = ("dilated_attention",)
+    measured = measure_in_child(measure_candidate, Case("plan", config, 16384, names), *names)
+    assert measured.why_not is None
+    predicted = predict_memory(Call(Shape(1, 16384, 8, 8, 64), torch.float32, config.spec))
+    assert predicted.results == 16384 * 8 * (64 + 1) * 4  # out and lse
+    assert predicted.peak == pytest.approx(predicted.inputs + measured.counts["peak_extra"], rel=0.1)
 
 
 @pytest.mark.parametrize(

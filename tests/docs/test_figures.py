@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench.record import from_json
-from dilated_attention_pytorch.bench.tables import to_markdown
+from dilated_attention_pytorch.bench.record import read_record, to_markdown
+from support.suites import RESULTS, ROOT, suite
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECTION = re.compile(r"<!-- (\w+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
 TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n)*", re.MULTILINE)
@@ -26,7 +24,7 @@ THAN = r"(?:as (?:fast|slow|long|much)|faster|slower|less|more|longer|the (?:tim
 SENTENCE = re.compile(rf"\d ?{UNIT}|\d ?(?:%|times|x) {THAN}|(?:takes|took) \d\.\d")
 # Sections that are computed and not measured, and the tests that compare them.
 COMPUTED = {
-    "plan": "tests/bench/test_ring.py",
+    "plan": "tests/bench/test_suites.py",
     "families": "tests/integrations/test_transformers_sweep.py",
 }
 # A record that one of those tests compares, with its own rendering.
@@ -36,7 +34,12 @@ COMPARED = {"transformers.json"}
 def renderings(page: str) -> dict[str, str]:
     """What the records that a page names render to."""
     names = set(re.findall(r"benchmarks/results/(\w+\.json)", page)) - COMPARED
-    return {name: to_markdown(from_json((RESULTS / name).read_text())).strip() for name in sorted(names)}
+    return {name: rendering(name) for name in sorted(names)}
+
+
+def rendering(name: str) -> str:
+    """A record as the program of its name shows it."""
+    return to_markdown(read_record(RESULTS / name), suite(name.removesuffix(".json")).SECTIONS).strip()
 
 
 def cells(table: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Measurements of this library: `python -m dilated_attention_pytorch.bench --help`."""
+"""Attention by name, compared on this machine: `python -m dilated_attention_pytorch.bench --help`."""

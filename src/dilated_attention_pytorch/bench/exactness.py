@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .. import functional
 from ..reference import dilated_attention_reference
+from .gate import call
 
 TOLERANCE = 1e-10
 LENGTH, HEADS, HEAD_DIM = 151, 4, 16  # a prime length: no segment fits evenly
@@ -55,37 +57,32 @@ def run_checks() -> Iterator[Check]:
 
 
 def check_configuration(title: str, options: dict[str, Any]) -> Check:
-    q, k, v, grad_out = _inputs(options.pop("num_kv_heads", HEADS))
-    actual = functional.dilated_attention(q, k, v, **options)
-    expected = dilated_attention_reference(q, k, v, **options)
-    assert isinstance(actual, Tensor)
-    assert isinstance(expected, Tensor)
-    return _compare(title, actual, expected, (q, k, v), grad_out)
+    num_kv_heads = options.pop("num_kv_heads", HEADS)
+    attend, reference = (
+        partial(function, **options)
+        for function in (functional.dilated_attention, dilated_attention_reference)
+    )
+    return _compare(title, attend, reference, num_kv_heads)
 
 
 def check_dense() -> Check:
     """One segment over everything at rate 1 is dense attention."""
-    q, k, v, grad_out = _inputs(HEADS)
-    actual = functional.dilated_attention(q, k, v, (LENGTH,), (1,), is_causal=True)
-    assert isinstance(actual, Tensor)
-    q_bhnd, k_bhnd, v_bhnd = (x.transpose(1, 2) for x in (q, k, v))
-    expected = F.scaled_dot_product_attention(q_bhnd, k_bhnd, v_bhnd, is_causal=True)
-    return _compare("one segment is dense", actual, expected.transpose(1, 2), (q, k, v), grad_out)
+
+    def dense(*tensors: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    options: dict[str, Any] = {"segment_lengths": (LENGTH,), "dilation_rates": (1,), "is_causal": True}
+    return _compare("one segment is dense", partial(functional.dilated_attention, **options), dense)
 
 
-def _inputs(num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compare(title: str, attend: Any, reference: Any, num_kv_heads: int = HEADS) -> Check:
     generator = torch.Generator().manual_seed(0)
-    heads = (HEADS, num_kv_heads, num_kv_heads, HEADS)
-    q, k, v, grad_out = (
-        torch.randn(1, LENGTH, h, HEAD_DIM, dtype=torch.float64, generator=generator) for h in heads
+    *inputs, grad_out = (
+        torch.randn(1, LENGTH, h, HEAD_DIM, dtype=torch.float64, generator=generator)
+        for h in (HEADS, num_kv_heads, num_kv_heads, HEADS)
     )
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
-
-
-def _compare(
-    title: str, actual: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], grad_out: Tensor
-) -> Check:
-    gradients = [torch.autograd.grad(out, inputs, grad_out) for out in (actual, expected)]
-    errors = [(a - b).abs().max().item() for a, b in zip(*gradients, strict=True)]
+    pairs = zip(call(attend, inputs, grad_out), call(reference, inputs, grad_out), strict=True)
+    forward, *gradients = ((a - b).abs().max().item() for a, b in pairs)
     # torch's max keeps a NaN where Python's may lose it, and a NaN passes no check
-    return Check(title, (actual - expected).abs().max().item(), torch.tensor(errors).max().item())
+    return Check(title, forward, torch.tensor(gradients).max().item())

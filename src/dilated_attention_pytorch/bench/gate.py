@@ -1,116 +1,34 @@
-"""The gate before the stopwatch: what is measured must first be right.
+"""The gate before the stopwatch: what is measured must first equal its definition, forward and gradients.
 
-Two independent checks. A reduced copy of the configuration (shorter segments, an odd length) is compared with
-the dense reference, forward and gradients. And at full length, where no dense reference fits, chosen query
-rows are computed from the definition in float64, together with the gradients of a loss over just these rows.
+`definition_error` compares a call with a reference in float64. At full length, where no dense reference fits,
+`rows_error` computes chosen query rows from the definition, with the gradients of a loss over these rows.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..core import AttentionBufferManager
-from ..reference import dilated_attention_reference
-from .candidates import attend
-from .cases import DilatedCase, PoolCase, TimeCase
-from .config import Config
+from ..plan import BlockPattern
 
 # Of inputs of a dtype against float64 results, absolute below 1 and relative above.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-TOLERANCE = TOLERANCES["float32"]
-REDUCED_LENGTH = 256
-ROWS_PER_CALL = 8
-LONGEST_CHECKED = 32768
+ROWS = 8
+Branches = tuple[Sequence[int], Sequence[int]]
+Keys = tuple[Tensor, Tensor]  # the keys (m,) that a query meets, and how often each head does (h or 1, m)
 
 
 class WrongAnswerError(Exception):
-    """The library's result differs from the definition: there is nothing to measure."""
+    """A result differs from its definition: there is nothing to measure."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """Inputs of one call, all (b, n, h, d), and the query rows (batch, position) that are checked.
-
-    `grad_out`, present when gradients are asked for, is zero outside the rows: then the rows alone determine
-    all three gradients, at every position.
-    """
-
-    config: Config
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor | None
-    rows: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Results:
-    out: Tensor
-    lse: Tensor
-    gradients: tuple[Tensor, ...] = ()
-
-
-def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: int = 0) -> Call:
-    """Seeded random inputs, every byte of them written."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (b, n, config.h, config.d)
-    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    rows = _choose_rows(config, b, n, seed)
-    grad_out = None
-    if backward:
-        grad_out = torch.empty(shape).fill_(0.0)  # torch.zeros would leave the memory untouched
-        for row in rows:
-            grad_out[row] = torch.randn(shape[2:], generator=generator)
-    return Call(config, q, k, v, grad_out, rows)
-
-
-def run_call(call: Call, memory: str = "fresh") -> Results:
-    """One call of the library, with gradients when the call holds a `grad_out`."""
-    if call.grad_out is None:
-        return Results(*attend(call.config, call.q, call.k, call.v, memory=memory))
-    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-    out, lse = attend(call.config, *leaves, memory=memory)
-    gradients = torch.autograd.grad(out, leaves, call.grad_out)
-    return Results(out.detach(), lse.detach(), gradients)
-
-
-def check_case(case: DilatedCase) -> float:
-    """The largest error of a case, or `WrongAnswerError`.
-
-    Memory and long cases check their rows after they are measured, on the very results: one call is enough.
-    """
-    backward = not isinstance(case, (TimeCase, PoolCase)) or case.backward
-    errors = [reduced_error(case.config, _longest(case), backward=backward)]
-    if isinstance(case, TimeCase):
-        for i, (b, n) in enumerate(case.calls):
-            call = make_call(case.config, b, n, backward=case.backward, seed=i)
-            errors.append(rows_error(call, run_call(call)))
-    elif isinstance(case, PoolCase):
-        manager = AttentionBufferManager()
-        # Longer calls have their rows checked where their memory is measured.
-        for b, n in sorted({(b, min(n, LONGEST_CHECKED)) for b, n in case.calls}):
-            call = make_call(case.config, b, n, backward=case.backward)
-            fresh = run_call(call)
-            errors.append(rows_error(call, fresh))
-            for memory in ("pool", "lightweight", manager.name) * 2:  # first new buffers, then used ones
-                if not _equal(fresh, run_call(call, memory)):
-                    raise WrongAnswerError(f"{case.name}: memory={memory!r} changes the result: not measured")
-    return accept(case.name, max(errors))
-
-
-def _equal(one: Results, other: Results) -> bool:
-    pairs = zip((one.out, one.lse, *one.gradients), (other.out, other.lse, *other.gradients), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def accept(name: str, error: float, tolerance: float = TOLERANCE) -> float:
-    """The error, if it is tolerable."""
+def accept(name: str, error: float, dtype: str = "float32") -> float:
+    """The error, if it is tolerable in the dtype."""
+    tolerance = TOLERANCES[dtype]
     if not error <= tolerance:
         raise WrongAnswerError(
             f"{name}: the result is off by {error:.1e}, more than {tolerance:.0e}: not measured"
@@ -118,80 +36,107 @@ def accept(name: str, error: float, tolerance: float = TOLERANCE) -> float:
     return error
 
 
-def reduced_error(config: Config, n: int, *, backward: bool) -> float:
-    """Error against the dense reference, everything about `n / REDUCED_LENGTH` times shorter."""
-    factor = max(1, n // REDUCED_LENGTH)
-    segment_lengths = tuple(max(r, w // factor) for w, r in config.spec.branches)
-    config = replace(config, segment_lengths=segment_lengths)
-    n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
-    call = make_call(config, 1, n, backward=backward)
-    if call.grad_out is not None:
-        call.grad_out.copy_(torch.randn(call.grad_out.shape, generator=torch.Generator().manual_seed(1)))
-    results = run_call(call)
-
-    q, k, v = exact = [x.double().requires_grad_(backward) for x in (call.q, call.k, call.v)]
-    branches = (config.segment_lengths, config.dilation_rates)
-    out, lse = dilated_attention_reference(q, k, v, *branches, is_causal=config.is_causal, return_lse=True)
-    return results_error(results, out, lse, exact, call.grad_out)
+def largest_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, absolute below 1 and relative to the largest value above; infinite for NaN."""
+    largest = max(1.0, expected.detach().abs().max().item())
+    error = (actual - expected).detach().abs().max().item() / largest
+    return math.inf if math.isnan(error) else error  # max() may lose a NaN
 
 
-def results_error(
-    results: Results, out: Tensor, lse: Tensor, leaves: Sequence[Tensor], grad_out: Tensor | None
+def definition_error(
+    attend: Callable[..., Tensor | tuple[Tensor, ...]],
+    reference: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grad_out: Tensor | None,
 ) -> float:
-    """Error against the reference's out and lse, and the gradients of its leaves if there is a `grad_out`."""
-    errors = [largest_error(results.out, out), largest_error(results.lse, lse)]
-    if grad_out is not None:
-        gradients = torch.autograd.grad(out, leaves, grad_out.double())
-        errors += [largest_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
-    return max(errors)
+    """The largest error of a call against its reference on the same inputs in float64.
+
+    Both give out, or a tuple that begins with it; the gradients of the inputs are compared if `grad_out` is
+    given.
+    """
+    exact = None if grad_out is None else grad_out.double()
+    expected = call(reference, [x.double() for x in inputs], exact)
+    return max(largest_error(*pair) for pair in zip(call(attend, inputs, grad_out), expected, strict=True))
 
 
-def rows_error(call: Call, results: Results) -> float:
-    """Error of the chosen rows, and of all gradients if there are any, against the definition in float64."""
-    expected = [torch.zeros_like(x, dtype=torch.float64) for x in results.gradients]
-    errors = []
-    for batch, t in call.rows:
-        keys, counts = met_keys(call.config, call.q.shape[1], t)
-        given = (call.q[batch, t], call.k[batch, keys], call.v[batch, keys])
-        q, k, v = leaves = [x.double().requires_grad_() for x in given]
-        out, lse = attend_counted(q, k, v, counts)
-        errors.append(largest_error(results.out[batch, t], out))
-        errors.append(largest_error(results.lse[batch, :, t], lse))
-        if call.grad_out is not None:
-            dq, dk, dv = torch.autograd.grad(out, leaves, call.grad_out[batch, t].double())
-            expected[0][batch, t] += dq
-            expected[1][batch, keys] += dk
-            expected[2][batch, keys] += dv
-    errors += [largest_error(*pair) for pair in zip(results.gradients, expected, strict=True)]
-    return max(errors)
+def call(
+    attend: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grad_out: Tensor | None,
+    weights: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """What an attention gives, and the gradients of its inputs and weights if there is a `grad_out`."""
+    with torch.set_grad_enabled(grad_out is not None):
+        leaves = [x.detach().requires_grad_(grad_out is not None) for x in inputs]
+        found = attend(*leaves)
+        results = found if isinstance(found, tuple) else (found,)
+        gradients = () if grad_out is None else torch.autograd.grad(results[0], [*leaves, *weights], grad_out)
+    return [*(x.detach() for x in results), *gradients]
 
 
-def attend_row(config: Config, q: Tensor, k: Tensor, v: Tensor, *, t: int, lo: int) -> tuple[Tensor, Tensor]:
-    """out (h, d) and lse (h,) of the query q (h, d) at position `t`; k and v (m, h, d) start at `lo`."""
-    return attend_counted(q, k, v, count_keys(config, t, lo, lo + k.shape[0]))
+def make_inputs(
+    shape: Sequence[int],
+    dtype: str = "float32",
+    *,
+    count: int = 3,
+    backward: bool = False,
+    rows: Iterable[int] | None = None,
+    seed: int = 0,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Seeded inputs, every byte of them written, and with `backward` the gradient of out.
+
+    The gradient is zero but at `rows` of the last sequence, if they are given: then the rows alone determine
+    all gradients, at every position.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draw = {"generator": generator, "dtype": getattr(torch, dtype)}
+    inputs = [torch.randn(*shape, **draw) for _ in range(count)]
+    if not backward:
+        return inputs, None
+    if rows is None:
+        return inputs, torch.randn(*shape, **draw)
+    grad_out = torch.empty_like(inputs[0]).fill_(0.0)  # torch.zeros would leave the memory untouched
+    for t in rows:
+        grad_out[-1, t] = torch.randn(*shape[2:], **draw)
+    return inputs, grad_out
 
 
-def met_keys(config: Config, n: int, t: int) -> tuple[Tensor, Tensor]:
-    """The keys (m,) that the query at position `t` meets in some head, and how often each does: (h, m)."""
-    lo, hi = reach(config, n, t)
-    counts = count_keys(config, t, lo, hi)
-    keys = counts.any(0).nonzero()[:, 0]
-    return lo + keys, counts[:, keys]
+def choose_rows(period: int, n: int, seed: int = 0) -> list[int]:
+    """The ends of the sequence, both sides of a boundary in its middle, and positions by chance."""
+    draw = random.Random(seed)
+    boundary = period * (n // period // 2)
+    places = {0, n - 1, max(0, boundary - 1), boundary % n}
+    return sorted(places | {draw.randrange(n) for _ in range(ROWS - len(places))})
 
 
-def count_keys(config: Config, t: int, lo: int, hi: int) -> Tensor:
-    """How often each head's query at position `t` meets each key from `lo` to `hi`: (h, hi - lo)."""
-    position = torch.arange(lo, hi)
-    head = torch.arange(config.h)[:, None]
-    counts = torch.zeros(config.h, hi - lo, dtype=torch.float64)
-    for w, r in config.spec.branches:
+def dilated_keys(branches: Branches, is_causal: bool, num_heads: int, n: int, t: int) -> Keys:
+    """What the query at position `t` meets in dilated attention, from its definition."""
+    reach = [(t // w * w, min(n, t // w * w + w)) for w in branches[0]]
+    position = torch.arange(min(lo for lo, _ in reach), max(hi for _, hi in reach))
+    head = torch.arange(num_heads)[:, None]
+    counts = torch.zeros(num_heads, len(position), dtype=torch.float64)
+    for w, r in zip(*branches, strict=True):
         reached = (position // w == t // w) & (position % w % r == head % r) & (t % w % r == head % r)
-        counts += reached & (position <= t) if config.is_causal else reached
-    return counts
+        counts += reached & (position <= t) if is_causal else reached
+    met = counts.any(0)
+    return position[met], counts[:, met]
 
 
-def attend_counted(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """out (h, d) and lse (h,) of one query q (h, d) that meets k and v (m, h, d) `counts` (h, m) times.
+def block_keys(pattern: BlockPattern, num_heads: int, t: int) -> Keys:
+    """What the query at position `t` meets in block-sparse attention."""
+    dense = torch.zeros(num_heads, pattern.n, dtype=torch.float64)
+    for head in range(num_heads):
+        row = (head if len(pattern) > 1 else 0) * pattern.rows + t // pattern.block_size
+        first, last = pattern.starts[row : row + 2].tolist()
+        inside = torch.arange(pattern.block_size)
+        keys = (pattern.columns[first:last].long()[:, None] * pattern.block_size + inside).flatten()
+        dense[head, keys[keys < (t + 1 if pattern.is_causal else pattern.n)]] = 1.0
+    met = dense.any(0)
+    return met.nonzero()[:, 0], dense[:, met]
+
+
+def attend_row(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """out (h, d) and lse (h,) of one query q (h, d) that meets k and v (m, h, d) `counts` times.
 
     A head that meets no key has zeros and -inf, and gives no gradient.
     """
@@ -203,33 +148,45 @@ def attend_counted(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Ten
     return torch.where(meets[:, None], out, 0.0), lse.masked_fill(~meets, -math.inf)
 
 
-def reach(config: Config, n: int, t: int) -> tuple[int, int]:
-    """The positions that any branch can connect with `t`."""
-    starts = [t // w * w for w in config.segment_lengths]
-    ends = [min(n, start + w) for start, w in zip(starts, config.segment_lengths, strict=True)]
-    return min(starts), max(ends)
+def rows_error(
+    inputs: Sequence[Tensor],
+    grad_out: Tensor | None,
+    out: Tensor,
+    gradients: Sequence[Tensor],
+    rows: Mapping[int, Keys],
+    lse: Tensor | None = None,
+) -> float:
+    """Error of rows of the last sequence, and of all gradients, against the definition in float64.
+
+    `inputs` and `grad_out` are those of `make_inputs` with these rows, all (b, n, h, d); lse is (b, h, n).
+    """
+    q, k, v = (x[-1] for x in inputs)
+    met = torch.unique(torch.cat([keys for keys, _ in rows.values()]))
+    sums = torch.zeros(2, len(met), *q.shape[1:], dtype=torch.float64)
+    errors = []
+    for t, (keys, counts) in rows.items():
+        query, key, value = leaves = [x.double().requires_grad_() for x in (q[t], k[keys], v[keys])]
+        row, row_lse = attend_row(query, key, value, counts)
+        errors.append(largest_error(out[-1, t], row))
+        if lse is not None:
+            actual, unmet = lse[-1, :, t], row_lse == -math.inf
+            errors.append(largest_error(*(x.masked_fill(unmet, 0.0) for x in (actual, row_lse))))
+            errors += [math.inf] if (actual[unmet] != -math.inf).any() else []
+        if grad_out is not None:
+            dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[-1, t].double())
+            errors.append(largest_error(gradients[0][-1, t], dq))
+            sums[:, torch.searchsorted(met, keys)] += torch.stack(of_keys)
+    if grad_out is not None:
+        errors.append(_largest_outside(gradients[0], torch.tensor(list(rows))))
+        for gradient, expected in zip(gradients[1:], sums, strict=True):
+            errors += [largest_error(gradient[-1, met], expected), _largest_outside(gradient, met)]
+    return max(errors)
 
 
-def _choose_rows(config: Config, b: int, n: int, seed: int) -> tuple[tuple[int, int], ...]:
-    draw = random.Random(seed)
-    return tuple((draw.randrange(b), t) for t in choose_places(config.segment_lengths[0], n, draw))
-
-
-def choose_places(period: int, n: int, draw: random.Random) -> list[int]:
-    """The ends of the sequence, both sides of a boundary in its middle, and positions by chance."""
-    boundary = period * (n // period // 2)
-    places = {0, n - 1, max(0, boundary - 1), boundary % n}
-    places |= {draw.randrange(n) for _ in range(ROWS_PER_CALL - len(places))}
-    return sorted(places)
-
-
-def _longest(case: DilatedCase) -> int:
-    return max(n for _, n in case.calls) if isinstance(case, (TimeCase, PoolCase)) else case.n
-
-
-def largest_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, absolute below 1 and relative to the largest value above; infinite for NaN."""
-    expected = expected.detach()
-    largest = max(1.0, expected.abs().max().item())
-    error = (actual - expected).abs().max().item() / largest
-    return math.inf if math.isnan(error) else error  # max() may lose a NaN
+def _largest_outside(gradient: Tensor, rows: Tensor) -> float:
+    """The largest magnitude but at rows of the last sequence, where there should be zeros; without a copy."""
+    outside = torch.ones(gradient.shape[:2], dtype=torch.bool)
+    outside[-1, rows] = False
+    parts = zip(*(torch.split(x.flatten(0, 1), 2**16) for x in (gradient, outside)), strict=True)
+    largest = [part[where].abs().amax().item() for part, where in parts if where.any()]
+    return max((math.inf if math.isnan(value) else value for value in largest), default=0.0)

@@ -1,14 +1,24 @@
-"""HOW it is measured: interleaved timing in one process, and peak resident memory from the kernel's books."""
+"""HOW it is measured: interleaved timing in one process, the kernel's books of memory, child processes."""
 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.host_memory import host_memory, is_out_of_memory
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -106,3 +116,79 @@ def read_status(field: str) -> int:
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
     raise NotMeasurableError(f"{STATUS} has no {field}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a process found: the error of what it measured, counts by name, seconds by candidate.
+
+    `error` is None where nothing could be compared, and `why_not` says why nothing was measured.
+    """
+
+    error: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    why_not: str | None = None
+
+
+def why_too_large(needed: int) -> str | None:
+    """Why so many bytes of tensors do not fit this machine; None if they do."""
+    now = host_memory()
+    if now is None or needed <= 0.9 * now.available:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, {now.available / 2**30:.1f} GiB are available"
+
+
+def measure_in_child(
+    measure: Callable[..., Measured], *arguments: Any, needed: int = 0, timeout: float | None = None
+) -> Measured:
+    """What `measure` finds in a process of its own, which is ended after `timeout` seconds.
+
+    Peak memory is a property of a process, and a new one has no freed memory to hide in. It is not started
+    where `needed` bytes are not to be had.
+    """
+    if why_not := why_too_large(needed):
+        return Measured(why_not=why_not)
+    receiver, sender = Pipe(duplex=False)
+    process = start_process(torch.get_num_threads(), _answer, sender, measure, *arguments)
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return Measured(why_not=f"it was ended after {timeout:.0f} s")
+        found: Measured = receiver.recv()
+        return found
+    except EOFError:
+        process.join()
+        if (code := process.exitcode or 0) >= 0:  # its error stands on standard error
+            raise RuntimeError(f"measuring in a process of its own failed with status {code}") from None
+        return Measured(why_not=f"the process was ended by signal {-code}, likely out of memory")
+    finally:
+        process.kill()
+        process.join()
+
+
+def start_process(threads: int, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
+    """A new interpreter that calls `target`, with so many threads from its beginning."""
+    process = get_context("spawn").Process(target=target, args=arguments)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        process.start()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+    return process
+
+
+def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: Any) -> None:
+    warnings.simplefilter("ignore")  # the parent's gate has shown them
+    torch.manual_seed(0)
+    try:
+        found = measure(*arguments)
+    except NotMeasurableError as error:
+        found = Measured(why_not=str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = Measured(why_not=f"out of memory: {error}")
+    sender.send(found)

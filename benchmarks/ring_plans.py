@@ -1,12 +1,19 @@
-"""What rings of many ranks would send, compute and hold, from their schedules alone."""
+"""What rings of many ranks would send, compute and hold, from their schedules alone.
+
+python benchmarks/ring_plans.py --update docs/distributed.md
+"""
 
 from __future__ import annotations
 
-import torch
+import argparse
+from pathlib import Path
 
-from ..core.host_memory import describe_bytes
-from ..ring import RingSchedule, plan_ring
-from .cells import Table
+import torch
+from common import update_page
+
+from dilated_attention_pytorch.bench.record import Table
+from dilated_attention_pytorch.core.host_memory import describe_bytes
+from dilated_attention_pytorch.ring import RingSchedule, plan_ring
 
 RANKS = (8, 64, 256, 1024)
 SHARD = 131072  # tokens of a rank
@@ -69,3 +76,19 @@ def _how() -> str:
         "whole sequence at the rate that leaves 4096 of its keys to a head. Holds: inputs, results, "
         "workspace and buffers of one layer."
     )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="put the table between the plan markers")
+    options = parser.parse_args(arguments)
+    table = plans_table()
+    if options.update:
+        update_page(options.update, table, "plan")
+    print(table, end="")
+
+
+if __name__ == "__main__":
+    main()

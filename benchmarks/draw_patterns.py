@@ -1,15 +1,19 @@
-"""The pictures of the documentation: each type of block pattern, painted by the library itself."""
+"""Paints the pictures of the documentation: each type of block pattern, drawn by the library itself.
+
+python benchmarks/draw_patterns.py docs/images
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..block_sparse import build_block_pattern
-from ..plan import BlockPattern
-from ..spec import SparsePatternConfig
+from dilated_attention_pytorch.block_sparse import build_block_pattern
+from dilated_attention_pytorch.plan import BlockPattern
+from dilated_attention_pytorch.spec import SparsePatternConfig
 
 BLOCK, BLOCKS, PIXELS = 64, 64, 256
 SEGMENT_LENGTHS, DILATION_RATES = (512, 2048, 4096), (1, 4, 8)
@@ -60,3 +64,18 @@ def _topics(n: int) -> Tensor:
     topic = (block + 1).sqrt().mul(2).long() % 4
     noise = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
     return (4.0 * torch.nn.functional.one_hot(topic, 4) + 0.5 * noise).view(1, n, 1, 4)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="where the pictures go; it must be there")
+    options = parser.parse_args(arguments)
+    if not options.directory.is_dir():
+        parser.error(f"there is no directory {options.directory}")
+    print(*draw_patterns(options.directory), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

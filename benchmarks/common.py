@@ -1,0 +1,289 @@
+"""What the suites share: the call under test, its gate, the bare kernel, the command line of a suite.
+
+A suite is a module with `CASES` and `QUICK` (dataclasses with a `kind`), `run` (a case to its result) and
+`SECTIONS` (how a kind is shown). Timing, child processes, records and tables are those of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import functional
+from dilated_attention_pytorch.bench import gate
+from dilated_attention_pytorch.bench.gate import WrongAnswerError
+from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
+from dilated_attention_pytorch.bench.measure import Measured, read_status, reset_peak_memory
+from dilated_attention_pytorch.bench.record import (
+    Figure,
+    Record,
+    Result,
+    case_of,
+    check_places,
+    read_record,
+    show_value,
+    to_json,
+    to_markdown,
+    write_text,
+)
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from dilated_attention_pytorch.spec import DilatedSpec, Execution
+
+RESULTS = Path(__file__).resolve().parent / "results"
+REDUCED_LENGTH = 256
+WARMUP_LENGTH = 1024
+# Tensors of a candidate lie one after the other in memory and start over beyond this many elements: enough to
+# leave every cache between two uses of a row, and little enough to fit beside the other candidate.
+ARENA_NUMEL = 2**25
+FORWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Dilated attention of a case, float32: heads, head size and branches.
+
+    One branch has rate 1, so that every position attends to something.
+    """
+
+    h: int
+    d: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    is_causal: bool = False
+
+    @property
+    def spec(self) -> DilatedSpec:
+        return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal)
+
+    @property
+    def branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.segment_lengths, self.dilation_rates
+
+    def keys(self, n: int, t: int) -> gate.Keys:
+        return gate.dilated_keys(self.branches, self.is_causal, self.h, n, t)
+
+
+QUICK_CONFIG = Config(4, 16, (32, 64, 128), (1, 2, 4))
+
+
+def attend(
+    config: Any, q: Tensor, k: Tensor, v: Tensor, *, memory: str = "fresh", use_pattern_cache: bool = True
+) -> Any:
+    """out and lse of the library under test: the one call that is checked and measured."""
+    how = Execution(memory=memory, use_pattern_cache=use_pattern_cache)
+    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal)
+    return functional.dilated_attention(q, k, v, spec, return_lse=True, execution=how)
+
+
+class Call(NamedTuple):
+    """One call: what gives out and lse, its inputs (b, n, h, d), and the query rows that are checked."""
+
+    attend: Callable[..., Any]
+    inputs: list[Tensor]
+    grad_out: Tensor | None
+    rows: Mapping[int, gate.Keys]
+
+    def run(self) -> list[Tensor]:
+        """out and lse, and the gradients of the inputs if the call has a `grad_out`."""
+        return gate.call(self.attend, self.inputs, self.grad_out)
+
+    def error(self, results: Sequence[Tensor], has_lse: bool = True) -> float:
+        out, *others = results
+        lse, gradients = (others[0], others[1:]) if has_lse else (None, others)
+        return gate.rows_error(self.inputs, self.grad_out, out, gradients, self.rows, lse)
+
+
+def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: int = 0, **how: Any) -> Call:
+    rows = gate.choose_rows(config.segment_lengths[0], n, seed)
+    shape = (b, n, config.h, config.d)
+    inputs, grad_out = gate.make_inputs(shape, backward=backward, rows=rows, seed=seed)
+    keys = {t: config.keys(n, t) for t in rows}
+    return Call(lambda *qkv: attend(config, *qkv, **how), inputs, grad_out, keys)
+
+
+def reduced_error(config: Any, n: int, *, backward: bool) -> float:
+    """Error against the dense reference, everything about `n / REDUCED_LENGTH` times shorter."""
+    factor = max(1, n // REDUCED_LENGTH)
+    segment_lengths = tuple(max(r, w // factor) for w, r in config.spec.branches)
+    config = dataclasses.replace(config, segment_lengths=segment_lengths)
+    n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
+    inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), backward=backward)
+
+    def reference(*qkv: Tensor) -> Any:
+        branches = (config.segment_lengths, config.dilation_rates)
+        return dilated_attention_reference(*qkv, *branches, is_causal=config.is_causal, return_lse=True)
+
+    return gate.definition_error(lambda *qkv: attend(config, *qkv), reference, inputs, grad_out)
+
+
+class Arena:
+    """Random float32 memory from which contiguous tensors are cut, one after the other."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        numel = min(sum(sizes), max([ARENA_NUMEL, *sizes]))
+        self.memory = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        self.position = 0
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        numel = math.prod(shape)
+        if self.position + numel > self.memory.numel():
+            self.position = 0
+        start, self.position = self.position, self.position + numel
+        return self.memory[start : start + numel].view(shape)
+
+
+def arena_calls(config: Config, calls: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
+    """q, k, v and the gradient of out of every call (b, n)."""
+    shapes = [(b, n, config.h, config.d) for b, n in calls]
+    arenas = [Arena(shapes, seed) for seed in range(4)]
+    return [[arena.take(shape) for arena in arenas] for shape in shapes]
+
+
+def measure_peak(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What a function gives, and the peak memory that it adds to what is there."""
+    before = reset_peak_memory()
+    found = function()
+    return found, {"peak_extra": read_status("VmHWM") - before}
+
+
+def time_figures(found: Measured, name: str, base: str, target: float | None = None) -> list[Figure]:
+    """Ratios of minima, which the target is for, and of medians."""
+    result = Result({}, 0, None, found.seconds)
+    one, other = result.timing(name), result.timing(base)
+    minima = one.minimum / other.minimum if one and other else None
+    medians = one.median / other.median if one and other else None
+    return [Figure("time ratio of minima", minima, target=target), Figure("time ratio of medians", medians)]
+
+
+def run_case(case: Any, say: Say) -> Result:
+    """The result of a case that measures itself, with its figures."""
+    found: Measured = case.run(say)
+    measured = (found.error, found.seconds, found.counts, tuple(case.figures(found)), found.why_not)
+    return Result(case_of(case), case.repeats, *measured)
+
+
+def gather(
+    name: str, parts: Mapping[str, Measured], error: float | None = None, dtype: str = "float32"
+) -> Measured:
+    """What several processes measured, counts and times with their part's name; refuses wrong answers."""
+    found = Measured(error)
+    for part, each in parts.items():
+        label = f"{{}} {part}".format if part else str
+        why_not = found.why_not or each.why_not
+        if each.error is not None:
+            error = max(error or 0.0, gate.accept(name, each.error, dtype))
+        counts = {**found.counts, **{label(key): count for key, count in each.counts.items()}}
+        seconds = {**found.seconds, **{label(key): values for key, values in each.seconds.items()}}
+        found = Measured(error, counts, seconds, why_not)
+    return found
+
+
+def show_branches(config: dict[str, Any]) -> str:
+    pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=True)
+    return "branches " + ", ".join(f"({w}, {r})" for w, r in pairs)
+
+
+def show_config(config: dict[str, Any]) -> str:
+    causal = ", causal" if config["is_causal"] else ""
+    return f"h = {config['h']}, d = {config['d']}, {show_branches(config)}{causal}"
+
+
+def replace_between_markers(text: str, table: str, name: str) -> str:
+    """The text with everything between the markers of a name replaced by the table."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text must hold one {begin} and after it one {end}")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{table.strip()}\n\n{end}{after}"
+
+
+def update_page(page: Path, table: str, name: str = "bench") -> None:
+    write_text(page, replace_between_markers(page.read_text(encoding="utf-8"), table, name))
+
+
+def main(name: str, arguments: Sequence[str] | None = None) -> int:
+    """The program of a suite; 1 for a wrong answer, 2 for a wrong command line."""
+    suite: Any = import_module(name)  # by its name, so that child processes find its functions
+    record_file = RESULTS / f"{name}.json"
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks/{name}.py",
+        description=suite.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small cases without targets, in seconds")
+    add("--only", default="", metavar="TEXT", help="only cases with TEXT in their name")
+    add("--list", action="store_true", help="list the cases, measure nothing")
+    add("--repeats", type=int, metavar="N", help="rounds of the cases that are timed in rounds")
+    add("--threads", type=int, metavar="N", help="of each process (default: as torch chooses)")
+    add("--out", type=Path, metavar="FILE", help="write the record as JSON, after each case")
+    stored = f"measure nothing, take the figures from a record (default: results/{name}.json)"
+    add("--render", type=Path, nargs="?", const=record_file, metavar="RECORD", help=stored)
+    pages = "put the table between the markers of PAGE; may be given more than once"
+    add("--update", type=Path, action="append", default=[], metavar="PAGE", help=pages)
+    add("--markers", default="bench", metavar="NAME", help="<!-- NAME:begin --> and end (default: bench)")
+    options = parser.parse_args(arguments)
+    cases = [case for case in (suite.QUICK if options.quick else suite.CASES) if options.only in case.name]
+    if not cases:
+        parser.error(f"no case has {options.only!r} in its name; see --list")
+    try:
+        check_places(options.out, *options.update)
+        for page in options.update:
+            replace_between_markers(page.read_text(encoding="utf-8"), "", options.markers)
+        if options.list:
+            for case in cases:
+                print(f"{case.name}: {suite.SECTIONS[case.kind].describe(case_of(case))}")
+            return 0
+        record = read_record(options.render) if options.render else _measure(suite, cases, options)
+        table = to_markdown(record, suite.SECTIONS)
+    except WrongAnswerError as error:
+        print(f"wrong answer: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(table, end="")
+    for page in options.update:
+        update_page(page, table, options.markers)
+    return 0
+
+
+def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> Record:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    record = Record(project_facts(), machine_facts(), ())  # before the measurement itself raises the load
+    for number, case in enumerate(cases, 1):
+        if options.repeats is not None and case.repeats > 1:
+            case = dataclasses.replace(case, repeats=options.repeats)
+        result = suite.run(case, lambda text, n=number: say(f"[{n}/{len(cases)}] {text}"))
+        for figure in result.figures:
+            say(f"    {figure.name}: {_sentence(figure, result.why_not)}")
+        record = Record(record.project, record.machine, (*record.results, result))
+        if options.out:
+            write_text(options.out, to_json(record))
+    return record
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _sentence(figure: Figure, why_not: str | None) -> str:
+    if figure.value is None:
+        return f"not measured, {why_not}"
+    if figure.target is None:
+        return figure.number
+    target = f"{'at least ' if figure.at_least else ''}{show_value(figure.target, figure.unit)}"
+    return f"{figure.number}, target {target} {'met' if figure.met else 'not met'}"

@@ -1,0 +1,15 @@
+"""The programs of benchmarks/, which pytest's `pythonpath` makes importable by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SUITES = ("cpu", "memory", "sparse", "ring", "models", "modules", "limit", "forecast", "quality")
+
+
+def suite(name: str) -> Any:
+    return import_module(name)
