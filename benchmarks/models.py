@@ -38,7 +38,7 @@ from dilated_attention_pytorch.bench.measure import (
     reset_peak_memory,
 )
 from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
-from dilated_attention_pytorch.modules.longnet_vit_config import GIGAPATH_RATES, gigapath_segment_lengths
+from dilated_attention_pytorch.integrations.gigapath import GIGAPATH_RATES, gigapath_segment_lengths
 
 GIGABYTE = 10**9
 _CHUNK = 16384

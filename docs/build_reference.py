@@ -23,7 +23,6 @@ MODULES = (
     f"{PACKAGE}.integrations.deepspeed",
     f"{PACKAGE}.integrations.gigapath",
     f"{PACKAGE}.integrations.torchscale",
-    f"{PACKAGE}.integrations.torchscale_config",
     f"{PACKAGE}.integrations.torchtitan",
     f"{PACKAGE}.integrations.transformers",
     f"{PACKAGE}.reference",

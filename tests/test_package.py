@@ -31,7 +31,6 @@ FLOORS = [
     {"attention_maps", "decode", "ring"},
     {"modules"},
     {"factory", "integrations"},
-    {"block_factory"},
     DOORS,
     {"report"},
     {"train"},

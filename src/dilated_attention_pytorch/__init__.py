@@ -14,16 +14,17 @@ import warnings
 
 if typing.TYPE_CHECKING:
     from .attention_maps import attention_rows
-    from .block_factory import create_block_sparse_attention
     from .block_sparse import block_sparse_attention, build_block_pattern
     from .core import PersistentPatternCache
     from .decode import DilatedKVCache, attend_last
     from .factory import (
         choose_dilated_attention,
+        create_block_sparse_attention,
         create_dilated_attention,
         create_multihead_dilated_attention,
     )
     from .functional import dilated_attention
+    from .integrations.gigapath import LongNetViT, LongNetViTConfig
     from .modules import (
         BlockSparseAdaptiveDilatedAttention,
         BlockSparseDilatedAttention,
@@ -44,8 +45,6 @@ if typing.TYPE_CHECKING:
         LongNetEncoderConfig,
         LongNetLM,
         LongNetLMConfig,
-        LongNetViT,
-        LongNetViTConfig,
         MultiheadDilatedAttention,
         RingAttentionConfig,
         RingDilatedAttentionProduction,
@@ -132,12 +131,17 @@ __version__ = "0.1.0"
 # Where the public names live, for the first use of each: the imports above, as data.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention_maps": ("attention_rows",),
-    "block_factory": ("create_block_sparse_attention",),
     "block_sparse": ("block_sparse_attention", "build_block_pattern"),
     "core": ("PersistentPatternCache",),
     "decode": ("DilatedKVCache", "attend_last"),
-    "factory": ("choose_dilated_attention", "create_dilated_attention", "create_multihead_dilated_attention"),
+    "factory": (
+        "choose_dilated_attention",
+        "create_block_sparse_attention",
+        "create_dilated_attention",
+        "create_multihead_dilated_attention",
+    ),
     "functional": ("dilated_attention",),
+    "integrations.gigapath": ("LongNetViT", "LongNetViTConfig"),
     "modules": (
         "BlockSparseAdaptiveDilatedAttention",
         "BlockSparseDilatedAttention",
@@ -158,8 +162,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "LongNetEncoderConfig",
         "LongNetLM",
         "LongNetLMConfig",
-        "LongNetViT",
-        "LongNetViTConfig",
         "MultiheadDilatedAttention",
         "RingAttentionConfig",
         "RingDilatedAttentionProduction",

@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from itertools import pairwise
@@ -315,6 +316,19 @@ def refuse_unknown(
             raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
 
 
+def keyword_names(made: type) -> frozenset[str]:
+    """The keywords of a class, with those of the bases to which its constructors hand on what is left."""
+    names: set[str] = set()
+    for each in made.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+        names |= {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
+            break
+    return frozenset(names - {"self"})
+
+
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """`json.loads`, to which JSON that nests too deeply is bad JSON like any other: a ValueError."""
     try:
@@ -407,3 +421,30 @@ def check_dense(name: str, x: Tensor, *, needs_values: bool = False) -> None:
         raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if needs_values and x.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device")
+
+
+def check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 0 < value <= sys.float_info.max:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def check_probabilities(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= finite_float(name, value) <= 1.0:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+
+
+def one_dropout(attention_dropout: float, dropout: float | None) -> float:
+    """`dropout` and `attention_dropout` are two names of one option."""
+    for value in (attention_dropout, dropout):
+        if value is not None and not isinstance(value, (int, float)):
+            return value  # for the spec to reject
+    if dropout is not None and attention_dropout not in (0.0, dropout):
+        raise ValueError(
+            "dropout and attention_dropout are one option, got the two values "
+            f"{dropout} and {attention_dropout}"
+        )
+    return attention_dropout if dropout is None else dropout

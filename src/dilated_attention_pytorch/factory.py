@@ -1,32 +1,39 @@
-"""Attention modules by kind, with settings that suit the lengths and the machine, and reasons for them."""
+"""Attention modules by kind or pattern, with settings that suit lengths and machine, and reasons for them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from .checks import check_device, check_positive_int, refuse_unknown
 from .core.host_memory import describe_bytes, device_memory
 from .modules import (
+    MULTIHEAD_KINDS,
+    BlockSparseAdaptiveDilatedAttention,
     BlockSparseDilatedAttention,
+    BlockSparseMultiheadDilatedAttention,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedDilatedAttentionV2,
+    MultiheadDilatedAttention,
     RingDilatedAttentionProduction,
     RingDilatedAttentionV2,
 )
-from .modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
-from .modules.skin import AttentionSkin
-from .spec import DilatedSpec, resolve_branches
+from .modules.attention import AttentionModule
+from .plan import BlockPattern
+from .spec import DilatedSpec, SparsePatternConfig, resolve_branches
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
 LITTLE_MEMORY = 2 * 2**30
-KINDS: Mapping[str, type[AttentionSkin]] = {
+KINDS: Mapping[str, type[AttentionModule]] = {
     "standard": DilatedAttention,
     "improved": ImprovedDilatedAttention,
     "improved_v2": ImprovedDilatedAttentionV2,
@@ -34,6 +41,24 @@ KINDS: Mapping[str, type[AttentionSkin]] = {
     "block_sparse": BlockSparseDilatedAttention,
     "distributed": RingDilatedAttentionProduction,
 }
+VARIANTS: Mapping[str, type[BlockSparseDilatedAttention] | type[BlockSparseMultiheadDilatedAttention]] = {
+    "base": BlockSparseDilatedAttention,
+    "ring": BlockSparseRingDilatedAttention,
+    "hierarchical": BlockSparseDilatedAttention,
+    "adaptive": BlockSparseAdaptiveDilatedAttention,
+    "multihead": BlockSparseMultiheadDilatedAttention,
+    "distributed": BlockSparseRingDilatedAttention,  # with embed_dim its multihead module
+}
+_PATTERN_TYPES = ("hierarchical", "adaptive")  # variants whose pattern is of that type; others take any
+_OWN_NAMES = ("variant", "sparsity_ratio", "block_size", "pattern_type", "preset")
+PRESETS: Mapping[str, SparsePatternConfig] = {
+    "local": SparsePatternConfig("local_window", 0.05),
+    "document": SparsePatternConfig("global_local", 0.05),
+    "genome": SparsePatternConfig("dilated_sparse", 0.02),
+    "multiscale": SparsePatternConfig("hierarchical", 0.05, hierarchy="long_range"),
+    "extreme": SparsePatternConfig("dilated_sparse", 0.01, 256),
+}
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -57,7 +82,7 @@ def create_dilated_attention(
     *,
     seq_len: int | None = None,
     **options: Any,
-) -> AttentionSkin:
+) -> AttentionModule:
     """The attention module of a kind: "auto", or one of those below.
 
     - "standard", "improved" and "improved_v2" compute the same; they differ in where their memory comes from.
@@ -78,11 +103,7 @@ def create_dilated_attention(
             `branches_for` gives the branches that are left out for it.
     """
     choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
-    LOGGER.info("%s", choice)
-    make: Callable[..., AttentionSkin] = KINDS[choice.kind]
-    module = make(**choice.options)
-    module.choice = choice
-    return module
+    return _made(KINDS[choice.kind], choice)
 
 
 def create_multihead_dilated_attention(
@@ -107,10 +128,80 @@ def create_multihead_dilated_attention(
     heads = {"embed_dim": embed_dim, "num_heads": num_heads}
     branches = (segment_lengths, dilation_rates, seq_len)
     choice = _choose("create_multihead_dilated_attention", MULTIHEAD_KINDS, kind, *branches, options, heads)
-    LOGGER.info("%s", choice)
-    module = MULTIHEAD_KINDS[choice.kind](**choice.options)
-    module.choice = choice
-    return module
+    return _made(MULTIHEAD_KINDS[choice.kind], choice)
+
+
+def create_block_sparse_attention(
+    variant: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
+    *,
+    sparsity_ratio: float | None = None,
+    block_size: int | None = None,
+    pattern_type: str | None = None,
+    preset: str | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A block-sparse module: "base", "ring", "hierarchical", "adaptive", "multihead" or "distributed".
+
+    "auto" is "multihead" if `embed_dim` is among the options, "adaptive" or "hierarchical" if the pattern is
+    of that type, else "base". "ring" takes (b, n, h, d) and shares its sequences with the processes of a
+    group; "distributed" does so, too, and with `embed_dim` it is the multihead module of that ring.
+    `module.choice` holds what was chosen and why; it is also logged.
+
+    Args:
+        segment_lengths, dilation_rates: the branches of "dilated_sparse" patterns; or `max_length`, the
+            longest sequence, for which `branches_for` gives them.
+        sparse_config: the whole pattern: a `SparsePatternConfig`, its fields as a dict, or a `BlockPattern`.
+        preset: a pattern by name instead: "local", "document", "genome", "multiscale" or "extreme".
+        sparsity_ratio, block_size, pattern_type: change single fields of the preset or the default config.
+        options: those of the variant's class, such as `embed_dim` and `num_heads` for "multihead", or
+            `ring_size` and `group` for "ring".
+    """
+    given = {"sparsity_ratio": sparsity_ratio, "block_size": block_size, "pattern_type": pattern_type}
+    _one_word("variant", variant, ("auto", *VARIANTS))
+    config, reasons = _choose_pattern(
+        variant, sparse_config, preset, {name: value for name, value in given.items() if value is not None}
+    )
+    kind = None if isinstance(config, BlockPattern) else config.pattern_type
+    if variant == "auto":
+        variant = "multihead" if "embed_dim" in options else kind if kind in _PATTERN_TYPES else "base"
+        why = "embed_dim is given" if variant == "multihead" else f"pattern {kind or 'given as blocks'}"
+        reasons.append(f"variant: {why}")
+    elif variant in _PATTERN_TYPES and kind != variant:
+        raise ValueError(f"variant {variant!r} needs a pattern of that type, got {kind or 'a BlockPattern'}")
+    make = VARIANTS[variant]
+    if variant == "distributed" and "embed_dim" in options:
+        make = BlockSparseRingMultiheadDilatedAttention
+        reasons.append("multihead: embed_dim is given")
+    longest, heads = options.pop("max_length", None), options.get("num_heads")
+    segments, rates = resolve_branches(segment_lengths, dilation_rates, longest, heads)
+    refuse_unknown("create_block_sparse_attention", options, make.option_names(), _OWN_NAMES)
+    made = {"segment_lengths": segments, "dilation_rates": rates, "sparse_config": config, **options}
+    return _made(make, Choice(variant, made, tuple(reasons), make.__name__))
+
+
+def _choose_pattern(
+    variant: str,
+    given: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None,
+    preset: str | None,
+    changes: dict[str, Any],
+) -> tuple[SparsePatternConfig | BlockPattern, list[str]]:
+    """The pattern of `create_block_sparse_attention`, and why."""
+    if preset is not None:
+        _one_word("preset", preset, PRESETS)
+    if given is not None and (changes or preset is not None):
+        others = [*changes, *(["preset"] if preset is not None else [])]
+        raise ValueError(f"sparse_config is the whole pattern, got {', '.join(others)} beside it")
+    if given is not None:
+        return given if isinstance(given, BlockPattern) else SparsePatternConfig.of(given), []
+    if variant in _PATTERN_TYPES and preset is None:
+        changes.setdefault("pattern_type", variant)
+    config = PRESETS[preset] if preset is not None else SparsePatternConfig()
+    changed = "".join(f", {name}={value!r}" for name, value in changes.items())
+    reason = f"pattern: {'the default' if preset is None else f'preset {preset!r}'}{changed}"
+    return replace(config, **changes), [reason]
 
 
 def choose_dilated_attention(
@@ -128,7 +219,7 @@ def choose_dilated_attention(
 
 def _choose(
     function: str,
-    kinds: Mapping[str, type[AttentionSkin] | type[MultiheadDilatedAttention]],
+    kinds: Mapping[str, type[AttentionModule] | type[MultiheadDilatedAttention]],
     kind: str,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
@@ -136,9 +227,7 @@ def _choose(
     options: Mapping[str, Any],
     sizes: Mapping[str, Any],
 ) -> Choice:
-    known = ("auto", *kinds)
-    if kind not in known:
-        raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
+    _one_word("kind", kind, ("auto", *kinds))
     options, max_length = dict(options), options.get("max_length")
     options.pop("max_length", None)
     if seq_len is not None:
@@ -170,3 +259,15 @@ def _choose(
     refuse_unknown(function, options, kinds[kind].option_names(), ("kind", "seq_len"))
     made = {**sizes, **branches, **chosen, **options}
     return Choice(kind, made, tuple(reasons), kinds[kind].__name__)
+
+
+def _one_word(name: str, value: object, known: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _made(make: Callable[..., _Module], choice: Choice) -> _Module:
+    LOGGER.info("%s", choice)
+    module = make(**choice.options)
+    module.choice = choice  # type: ignore[assignment]
+    return module

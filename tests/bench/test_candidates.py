@@ -21,7 +21,7 @@ from dilated_attention_pytorch.bench.measure import Measured
 from dilated_attention_pytorch.bench.record import Record, Result, case_of, from_json, to_json, to_markdown
 from dilated_attention_pytorch.bench.run import Case, check_candidate, run_case, speed_ups
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.modules.skin import AttentionSkin
+from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 
 CONFIG = Config(2, 8, (64, 256), (1, 2), sparsity=0.5, block_size=32)
@@ -188,8 +188,8 @@ SMALL = ["--lengths", "256", "--heads", "2", "--head-dim", "8"]
 def test_a_wrong_candidate_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = AttentionSkin.forward
-    monkeypatch.setattr(AttentionSkin, "forward", lambda *a, **k: right(*a, **k) + 1e-3)
+    right = AttentionModule.forward
+    monkeypatch.setattr(AttentionModule, "forward", lambda *a, **k: right(*a, **k) + 1e-3)
     out = tmp_path / "record.json"
     assert main(["bench", "DilatedAttention", *SMALL, "--out", str(out)]) == 1
     captured = capsys.readouterr()

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.bench import gate
 from dilated_attention_pytorch.bench.candidates import ENTRIES, Config
 from dilated_attention_pytorch.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.bench.run import Case, check_candidate, keys_of_rows, run_candidate
-from dilated_attention_pytorch.modules.skin import AttentionSkin
+from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
 from support.wrong_answers import WRONG, perturbed
 
@@ -124,12 +124,12 @@ def test_candidate_is_right(name: str, causal: bool) -> None:
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "lse"])  # modules return no lse
 @pytest.mark.parametrize("name", ["DilatedAttention", "BlockSparseDilatedAttention"])
 def test_gate_catches_a_wrong_candidate(wrong: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AttentionSkin.forward
+    right = AttentionModule.forward
 
-    def forward(self: AttentionSkin, *args: Any, **options: Any) -> Tensor:
+    def forward(self: AttentionModule, *args: Any, **options: Any) -> Tensor:
         out = right(self, *args, **options)
         return WRONG[wrong](out, out)[0]
 
-    monkeypatch.setattr(AttentionSkin, "forward", forward)
+    monkeypatch.setattr(AttentionModule, "forward", forward)
     with pytest.raises(WrongAnswerError, match=f"tiny, {name}: the result is off"):
         check_candidate(Case("tiny", CONFIG, 256, (name,), backward=True), name)

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.gigapath import load_gigapath_state
-from dilated_attention_pytorch.modules.longnet_vit import LongNetViT
-from dilated_attention_pytorch.modules.longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
-from dilated_attention_pytorch.modules.slide_positions import tile_cells
+from dilated_attention_pytorch.integrations.gigapath import (
+    LongNetViT,
+    LongNetViTConfig,
+    gigapath_segment_lengths,
+    load_gigapath_state,
+    tile_cells,
+)
 from integrations.transcription import (
     Settings,
     State,
@@ -268,12 +271,13 @@ def test_bad_input_is_an_error_that_states_rule_and_fact() -> None:
     [
         ({"embed_dim": 6}, "embed_dim must be a multiple of 4, .* got 6"),
         ({"nhead": 5}, "must be a multiple of nhead"),
-        ({"slide_ngrids": 0}, "slide_ngrids must be a positive integer, got 0"),
         ({"segment_lengths": None, "max_wsi_size": 5}, "max_wsi_size must be at least tile_size 10"),
         ({"segment_lengths": None, "max_wsi_size": -5}, "max_wsi_size must be a positive integer, got -5"),
-        ({"max_wsi_size": 500}, r"max_wsi_size gives segment_lengths, got both, 500 and \(16, 70\)"),
+        (
+            {"max_wsi_size": 500},
+            r"max_wsi_size gives segment_lengths, got both, 500 and segment_lengths=",
+        ),
         ({"segment_lengths": None}, "must have the same length, got 5 and 2"),
-        ({"dropout": 1.5}, "dropout must lie between 0 and 1, got 1.5"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
@@ -462,21 +466,6 @@ def test_training_drops_and_evaluation_does_not() -> None:
     assert 0.3 < dropped < 0.7
     model(x, coords)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_checkpointed_activations_give_the_same_gradients() -> None:
-    state, (x, coords) = small_state(), slides(2, 20)
-    gradients = []
-    for checkpoint_activations in (False, True):
-        model = small_model(
-            state, checkpoint_activations=checkpoint_activations, dropout=0.0, drop_path_rate=0.0
-        ).train()
-        model(x, coords)[0].square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        assert a is not None
-        assert b is not None
-        assert torch.equal(a, b)
 
 
 def test_half_precision_and_autocast_stay_close() -> None:

@@ -15,8 +15,8 @@ from dilated_attention_pytorch.integrations.torchscale import (
     decoder_from_torchscale,
     encoder_from_torchscale,
     load_torchscale_state,
+    torchscale_settings,
 )
-from dilated_attention_pytorch.integrations.torchscale_config import torchscale_settings
 from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder
 from integrations.transcription import Settings, State, layer_shapes, random_state, stack
 from support.configurations import segment_and_rate

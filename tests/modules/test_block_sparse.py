@@ -1,4 +1,4 @@
-"""Block-sparse modules: the functional door with a config, a recipe or a pattern kept in a module."""
+"""Block-sparse modules: the function with a config, a recipe or a pattern kept in a module."""
 
 from __future__ import annotations
 

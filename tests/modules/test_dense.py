@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.modules.dense import DenseAttention
-from dilated_attention_pytorch.modules.multihead import MultiheadSkin
+from dilated_attention_pytorch.modules.layer_parts import DenseAttention
+from dilated_attention_pytorch.modules.multihead import MultiheadModule
 from support.tolerances import assert_close, assert_same_gradients
 
 B, N, M, H, D = 3, 7, 11, 4, 6
@@ -101,7 +101,9 @@ def test_cross_attention_equals_torch(batch_first: bool) -> None:
     theirs = nn.MultiheadAttention(H * D, H, batch_first=batch_first, dtype=DOUBLE)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ours = MultiheadSkin(H * D, H, DenseAttention(), layer_norm=False, batch_first=batch_first, dtype=DOUBLE)
+    ours = MultiheadModule(
+        H * D, H, DenseAttention(), layer_norm=False, batch_first=batch_first, dtype=DOUBLE
+    )
     ours.load_multihead_state_dict(theirs.state_dict())
     x, memory = (torch.randn((B, n, H * D) if batch_first else (n, B, H * D), dtype=DOUBLE) for n in (N, M))
     x.requires_grad_(), memory.requires_grad_()
@@ -133,7 +135,7 @@ def test_hidden_keys_may_hold_anything() -> None:
 @pytest.mark.parametrize("fused_qkv", [True, False])
 def test_hidden_memory_may_hold_anything(batch_first: bool, fused_qkv: bool) -> None:
     options = {"batch_first": batch_first, "fused_qkv": fused_qkv, "dtype": DOUBLE}
-    module = MultiheadSkin(H * D, H, DenseAttention(), **options)
+    module = MultiheadModule(H * D, H, DenseAttention(), **options)
     x, key, value = (
         torch.randn((B, n, H * D) if batch_first else (n, B, H * D), dtype=DOUBLE) for n in (N, M, M)
     )
@@ -155,7 +157,7 @@ def test_dropout_in_training_only() -> None:
 
 
 def test_autocast_and_half_precision() -> None:
-    module = MultiheadSkin(H * D, H, DenseAttention(), num_kv_heads=2)
+    module = MultiheadModule(H * D, H, DenseAttention(), num_kv_heads=2)
     x, memory = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = module(x, memory)
@@ -184,7 +186,7 @@ X, Y = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
     ],
 )
 def test_bad_calls_of_cross_attention(arguments: dict[str, Any], message: str) -> None:
-    module = MultiheadSkin(H * D, H, DenseAttention())
+    module = MultiheadModule(H * D, H, DenseAttention())
     with pytest.raises(ValueError, match=message):
         module(X, **arguments)
     with pytest.raises(ValueError, match="attention_rows needs a dilated pattern, got a DenseAttention"):

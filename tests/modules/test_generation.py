@@ -107,14 +107,6 @@ def test_ragged_rows_chunks_and_stops(
         assert row == whole + [12] * (n + new - len(whole))
 
 
-def test_lengths_may_be_a_tensor() -> None:
-    model = make()
-    prompt = torch.randint(VOCAB, (2, 9))
-    assert torch.equal(
-        model.generate(prompt, 5, lengths=torch.tensor([9, 3])), model.generate(prompt, 5, lengths=[9, 3])
-    )
-
-
 def test_forward_with_caches_is_the_full_forward() -> None:
     model = make(dtype=torch.float64)
     tokens = torch.randint(VOCAB, (2, 40))
@@ -312,14 +304,6 @@ def test_stop_tokens_may_be_any_iterable(kind: Any) -> None:
     assert out.shape[1] <= 13
 
 
-def test_modes_are_restored_after_an_error() -> None:
-    model = make().train()
-    model.decoder.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stopped")))
-    with pytest.raises(RuntimeError, match="stopped"):
-        model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)
-    assert all(module.training for module in model.modules())
-
-
 def test_lengths_need_caches() -> None:
     with pytest.raises(ValueError, match="lengths"):
         make()(torch.zeros(1, 3, dtype=torch.int64), lengths=torch.tensor([2]))
@@ -344,17 +328,12 @@ def test_weights_that_are_no_numbers_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ({"max_new_tokens": True}, ValueError, "max_new_tokens must be a positive integer, got True"),
-        ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be a positive integer, got 0"),
         ({"lengths": [3]}, ValueError, "lengths must have one entry for each of the 2 rows, got 1"),
         ({"lengths": [0, 3]}, ValueError, "lengths must lie between 1 and 3, got 0"),
         ({"lengths": [1, 4]}, ValueError, "lengths must lie between 1 and 3, got 4"),
         ({"lengths": [1.0, 3]}, TypeError, "lengths must hold integers, got 1.0"),
-        ({"lengths": 3}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"lengths": torch.tensor(3)}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"stop_tokens": 5}, TypeError, "stop_tokens must be a collection of integers, got 5"),
-        ({"stop_tokens": None}, TypeError, "stop_tokens must be a collection of integers, got None"),
-        ({"stop_tokens": "5"}, TypeError, "stop_tokens must be a collection of integers, got '5'"),
         ({"stop_tokens": iter([13])}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[13\]"),
         ({"stop_tokens": ["a"]}, TypeError, r"stop_tokens must be a collection of integers, got \['a'\]"),
         ({"stop_tokens": [3, 13, -1]}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[-1, 13\]"),

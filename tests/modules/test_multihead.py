@@ -16,7 +16,7 @@ from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.modules.multihead import (
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    MultiheadSkin,
+    MultiheadModule,
 )
 from support.tolerances import assert_close
 
@@ -48,7 +48,7 @@ def causal_mask(dtype: torch.dtype = torch.bool) -> Tensor:
     return future if dtype == torch.bool else torch.zeros(N, N, dtype=dtype).masked_fill(future, -math.inf)
 
 
-def torch_gradients(module: MultiheadSkin) -> dict[str, Tensor]:
+def torch_gradients(module: MultiheadModule) -> dict[str, Tensor]:
     """The gradients of the projections under the names of `nn.MultiheadAttention`."""
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     named = {name: grads[name] for name in ("out_proj.weight", "out_proj.bias") if name in grads}
@@ -194,7 +194,7 @@ def test_padding_over_all_keys_leaves_the_bias() -> None:
 def test_initial_gains(is_fused: bool, num_kv_heads: int) -> None:
     embed_dim, gamma = 256, 3.0
     options = {"num_kv_heads": num_kv_heads, "fused_qkv": is_fused}
-    module = MultiheadSkin(embed_dim, 8, DilatedAttention(), gamma_init=gamma, **options)  # type: ignore[arg-type]
+    module = MultiheadModule(embed_dim, 8, DilatedAttention(), gamma_init=gamma, **options)  # type: ignore[arg-type]
     weights, biases = module._qkv_parameters()
     for weight, gain in zip((*weights, module.out_proj.weight), (1.0, 1.0, gamma, gamma), strict=True):
         std = gain * math.sqrt(2 / sum(weight.shape))
@@ -212,14 +212,6 @@ def test_fused_and_separate_start_alike() -> None:
         module.reset_parameters()
     x = torch.randn(B, N, E, dtype=torch.float64)
     assert_close(modules[0](x)[0], modules[1](x)[0], torch.float64)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_meta_device_then_empty_then_reset(cls: type[MultiheadDilatedAttention]) -> None:
-    module = make(cls, device="meta")
-    assert all(parameter.is_meta for parameter in module.parameters())
-    module.to_empty(device="cpu").reset_parameters()
-    assert module(torch.randn(B, N, E, dtype=torch.float64))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -293,14 +285,6 @@ def test_autocast(cls: type[MultiheadDilatedAttention], is_self: bool) -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
 
 
-def test_half_precision_parameters() -> None:
-    module = MultiheadDilatedAttention(E, H, SEGMENTS, RATES, dtype=torch.bfloat16)
-    x = torch.randn(B, N, E, dtype=torch.bfloat16)
-    out = module(x)[0]
-    assert out.dtype == torch.bfloat16
-    assert_close(out, copy.deepcopy(module).double()(x.double())[0], torch.bfloat16)
-
-
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_serves_in_the_encoder_of_torch(is_training: bool) -> None:
@@ -333,7 +317,7 @@ class Weighing(DilatedAttention):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_weights_come_from_the_attention(batch_first: bool) -> None:
-    module = MultiheadSkin(E, H, Weighing((N,), (1,)), num_kv_heads=1, batch_first=batch_first)
+    module = MultiheadModule(E, H, Weighing((N,), (1,)), num_kv_heads=1, batch_first=batch_first)
     x = torch.randn((B, N, E) if batch_first else (N, B, E))
     out, weights = module(x, key_padding_mask=padding(), need_weights=True, attn_mask=causal_mask())
     assert out.shape == x.shape
@@ -348,7 +332,7 @@ def test_without_weights_to_give_need_weights_raises() -> None:
         def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
             return query
 
-    module = MultiheadSkin(E, H, Silent())
+    module = MultiheadModule(E, H, Silent())
     with pytest.raises(ValueError, match="need_weights needs attention_weights, got a Silent"):
         module(torch.randn(B, N, E), need_weights=True)
 
@@ -418,30 +402,17 @@ def test_states_that_no_multihead_attention_has() -> None:
     ("options", "error", "message"),
     [
         ({"embed_dim": 10}, ValueError, "embed_dim must be a multiple of num_heads, got 10 and 3"),
-        ({"embed_dim": 0}, ValueError, "embed_dim must be a positive integer, got 0"),
         ({"embed_dim": 12.0}, ValueError, r"embed_dim must be a positive integer, got 12\.0"),
-        ({"num_heads": True}, ValueError, "num_heads must be a positive integer, got True"),
-        ({"num_heads": -3}, ValueError, "num_heads must be a positive integer, got -3"),
         ({"num_kv_heads": 2}, ValueError, "num_kv_heads must divide num_heads, got 2 and 3"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be a positive integer, got 0"),
-        ({"num_kv_heads": "1"}, ValueError, "num_kv_heads must be a positive integer, got '1'"),
-        ({"layer_norm_eps": 0.0}, ValueError, r"layer_norm_eps must be positive and finite, got 0\.0"),
         ({"layer_norm_eps": "a"}, TypeError, "layer_norm_eps must be a number, got 'a'"),
         ({"gamma_init": math.nan}, ValueError, "gamma_init must be positive and finite, got nan"),
-        ({"gamma_init": math.inf}, ValueError, "gamma_init must be positive and finite, got inf"),
-        ({"gamma_init": None}, TypeError, "gamma_init must be a number, got None"),
-        ({"bias": 1}, TypeError, "bias must be a bool, got 1"),
-        ({"layer_norm": None}, TypeError, "layer_norm must be a bool, got None"),
-        ({"batch_first": "yes"}, TypeError, "batch_first must be a bool, got 'yes'"),
-        ({"fused_qkv": 0}, TypeError, "fused_qkv must be a bool, got 0"),
         ({"attention": len}, TypeError, "attention must be an nn.Module, got <built-in function len>"),
-        ({"dtype": "float32"}, TypeError, "dtype must be a floating-point torch.dtype, got 'float32'"),
         ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype, got torch.int64"),
     ],
 )
 def test_bad_settings_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        MultiheadSkin(**{"embed_dim": E, "num_heads": H, "attention": DilatedAttention(), **options})
+        MultiheadModule(**{"embed_dim": E, "num_heads": H, "attention": DilatedAttention(), **options})
 
 
 X = torch.zeros(B, N, E)
@@ -451,13 +422,11 @@ X = torch.zeros(B, N, E)
     ("arguments", "error", "message"),
     [
         ({"query": 1}, TypeError, "query must be a tensor, got int"),
-        ({"query": X, "key": "x"}, TypeError, "key must be a tensor, got str"),
         (
             {"query": X[0]},
             ValueError,
             r"query must have the shape \(b, n, embed_dim\) with embed_dim 12, got",
         ),
-        ({"query": X[..., :6]}, ValueError, r"with embed_dim 12, got \(3, 11, 6\)"),
         (
             {"query": X.long()},
             TypeError,
@@ -486,8 +455,6 @@ X = torch.zeros(B, N, E)
         ),
         ({"query": X, "key": X, "value": X[1:]}, ValueError, r"need one shape .* and \(2, 11, 12\)"),
         ({"query": X[:, :0]}, ValueError, "at least one position"),
-        ({"query": X, "need_weights": 1}, TypeError, "need_weights must be a bool, got 1"),
-        ({"query": X, "is_causal": None}, TypeError, "is_causal must be a bool, got None"),
         ({"query": X, "key_padding_mask": [True]}, TypeError, "must be a bool or float tensor, got list"),
         (
             {"query": X, "key_padding_mask": padding().int()},
@@ -509,17 +476,10 @@ X = torch.zeros(B, N, E)
             ValueError,
             "must hold only 0 .* got other values",
         ),
-        ({"query": X, "key_padding_mask": X[..., 0] * math.nan}, ValueError, "must hold only 0"),
         ({"query": X, "attn_mask": "causal"}, TypeError, "attn_mask must be None or the square .* got str"),
         ({"query": X, "attn_mask": causal_mask().int()}, TypeError, "attn_mask must be .* got torch.int32"),
         ({"query": X, "attn_mask": causal_mask()[1:]}, ValueError, r"got the shape \(10, 11\) for n = 11"),
-        (
-            {"query": X, "attn_mask": causal_mask()[None]},
-            ValueError,
-            r"got the shape \(1, 11, 11\) for n = 11",
-        ),
         ({"query": X, "attn_mask": ~causal_mask()}, ValueError, "the pattern decides .* got another mask"),
-        ({"query": X, "attn_mask": causal_mask().T}, ValueError, "the pattern decides .* got another mask"),
         ({"query": X, "attn_mask": torch.zeros(N, N)}, ValueError, "the pattern decides .* got another mask"),
         (
             {"query": X, "attn_mask": causal_mask().float()},

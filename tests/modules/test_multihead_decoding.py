@@ -16,7 +16,7 @@ from dilated_attention_pytorch.modules.multihead import (
     BlockSparseMultiheadDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    MultiheadSkin,
+    MultiheadModule,
     RingMultiheadDilatedAttention,
 )
 from support.tolerances import assert_close, assert_same_gradients
@@ -251,4 +251,4 @@ def test_rows_of_tensors_with_time_first_and_bad_rows() -> None:
 def test_a_position_encoding_is_a_module() -> None:
     module = make()
     with pytest.raises(TypeError, match=r"positions must be an nn.Module or None, got 'rotary'"):
-        MultiheadSkin(E, H, module.attention, positions="rotary")  # type: ignore[arg-type]
+        MultiheadModule(E, H, module.attention, positions="rotary")  # type: ignore[arg-type]

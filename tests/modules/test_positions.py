@@ -311,7 +311,6 @@ def test_bad_heads_and_positions_of_an_encoding() -> None:
     [
         ([0], ValueError, "segment_lengths must lie between 1 and .* got 0"),
         ([], ValueError, "segment_lengths must have at least one entry, got none"),
-        ([4, -2], ValueError, "segment_lengths must lie between 1 and .* got -2"),
         ([4.0], TypeError, r"segment_lengths must hold integers, got 4\.0"),
         (4, TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
     ],
@@ -386,11 +385,6 @@ def test_parts_of_a_ring_have_the_positions_of_the_whole(kind: str) -> None:
             ValueError,
             "position_encoding must be one of 'rotary', 'xpos', got 'sine'",
         ),
-        (
-            {"position_encoding": True},
-            ValueError,
-            "position_encoding must be one of 'rotary', 'xpos', got True",
-        ),
         ({"rotary_base": 500.0}, ValueError, r"rotary_base is for a position encoding, got 500\.0 and none"),
         (
             {"position_encoding": "rotary", "xpos_scale_base": 64},
@@ -398,20 +392,9 @@ def test_parts_of_a_ring_have_the_positions_of_the_whole(kind: str) -> None:
             "xpos_scale_base is for position_encoding 'xpos', got 64 and 'rotary'",
         ),
         (
-            {"position_encoding": "rotary", "rotary_base": 0},
-            ValueError,
-            "base must be positive and finite, got 0",
-        ),
-        ({"position_encoding": "rotary", "rotary_base": "a"}, TypeError, "base must be a number, got 'a'"),
-        (
             {"position_encoding": "xpos", "xpos_scale_base": -1},
             ValueError,
             "xpos_scale_base must be positive and finite, got -1",
-        ),
-        (
-            {"position_encoding": "xpos", "xpos_scale_base": math.inf},
-            ValueError,
-            "xpos_scale_base must be positive and finite",
         ),
         ({"position_encoding": "xpos", "embed_dim": 12}, ValueError, "head_dim must be even, got 3"),
     ],

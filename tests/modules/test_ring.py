@@ -22,38 +22,23 @@ from dilated_attention_pytorch import (
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention_pytorch.core import get_global_pattern_cache, memory_pool, reset_global_pattern_cache
-from dilated_attention_pytorch.core.host_memory import Memory
+from dilated_attention_pytorch.core import get_global_pattern_cache
 from dilated_attention_pytorch.modules import ring as ring_module
 from dilated_attention_pytorch.ring import plan_ring
+from support import weighed
+from support.weighed import RATES, SEGMENTS, run
 
-SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
 BRANCHES: dict[str, Any] = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
 CLASSES = (RingDilatedAttentionV2, RingDilatedAttentionV3, RingDilatedAttentionProduction)
 
 
 @pytest.fixture(autouse=True)
-def _shared_settings_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
+def _shared_settings_stay(alone_on_a_large_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_global_pattern_cache(), "cache_on_gpu", False)
-    reset_global_pattern_cache()
-    yield
-    reset_global_pattern_cache()
 
 
-def qkv(n: int = 37, dtype: torch.dtype = torch.float64, d: int = 8) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(n)
-    return [
-        torch.randn(2, n, h, d, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
-        for h in (6, 3, 3)
-    ]
-
-
-def run(module: Any, tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    """The result and the gradients of a loss that weighs every element differently."""
-    out = module(*tensors, **options)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+def qkv(n: int = 37) -> list[Tensor]:
+    return weighed.qkv(n, torch.float64)
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:

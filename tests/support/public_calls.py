@@ -11,7 +11,8 @@ from torch import Tensor
 
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch import core, modules
-from dilated_attention_pytorch.modules.feed_forward import DropPath
+from dilated_attention_pytorch.integrations.gigapath import gigapath_segment_lengths
+from dilated_attention_pytorch.modules.layer_parts import DropPath
 from dilated_attention_pytorch.modules.sampling import Sampling
 
 from . import bad_values as bad
@@ -523,7 +524,6 @@ ENTRIES: dict[str, Entry] = {
         package.LongNetLMConfig,
         {**MODEL, "vocab_size": 7},
         defaults(f"num_layers tie_embeddings pad_token attention_options {SETTINGS}"),
-        {"attention_options": without(bad.mapping, "other keys")},
     ),
     "LongNetViTConfig": Entry(
         package.LongNetViTConfig, MODEL, defaults(f"num_layers in_chans slide_ngrids global_pool {SETTINGS}")
@@ -571,9 +571,7 @@ ENTRIES: dict[str, Entry] = {
         defaults("all_layer_embed", padding_mask=~MASK),
         {"coords": without(bad.tensor, "of another kind")},
     ),
-    "gigapath_segment_lengths": Entry(
-        modules.gigapath_segment_lengths, {"max_wsi_size": 2**18, "tile_size": 256}
-    ),
+    "gigapath_segment_lengths": Entry(gigapath_segment_lengths, {"max_wsi_size": 2**18, "tile_size": 256}),
     "create_dilated_attention": Entry(
         package.create_dilated_attention,
         {"kind": "standard", **BRANCHES},

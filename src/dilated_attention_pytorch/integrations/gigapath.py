@@ -1,16 +1,301 @@
-"""Weights of Prov-GigaPath's slide encoder in a `LongNetViT`."""
+"""`LongNetViT`, Prov-GigaPath's slide encoder: a LongNet encoder over tiles of a slide, and its weights."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
-from ..checks import check_flags
-from ..modules.checkpoint_files import unwrap_state
-from ..modules.longnet_vit import LongNetViT, split_slide_state
-from ..modules.state_fit import LoadReport, copy_state
-from ..modules.torchscale_names import plain_names
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_dense, check_device, check_flags, check_float_dtype, check_positive_int
+from ..modules.call_checks import explain_mismatch
+from ..modules.longnet_config import StackConfig
+from ..modules.longnet_stack import LongNetEncoder
+from ..modules.positions import cell_embeddings, tile_cells
+from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
+from ..modules.state_dicts import LoadReport, copy_state
+from .checkpoints import (
+    check_torchscale_pattern,
+    plain_names,
+    read_checkpoint,
+    split_torchscale_state,
+    unwrap_state,
+)
+
+GIGAPATH_FILE = "slide_encoder.pth"
+GIGAPATH_RATES = (1, 2, 4, 8, 16)
+
+_Model = TypeVar("_Model", bound="LongNetViT")
+
+
+def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
+    """Five lengths from 1024 up to all tiles of a square slide of `max_wsi_size` pixels, in equal ratios.
+
+    The powers of two 10 .. e in five equal steps, cut to integers, where 2 ** e is the largest power of two
+    that is not more than the number of tiles.
+    """
+    check_positive_int("max_wsi_size", max_wsi_size)
+    check_positive_int("tile_size", tile_size)
+    side = max_wsi_size // tile_size
+    if side < 1:
+        rule = f"max_wsi_size must be at least tile_size {tile_size}, or no tile fits"
+        raise ValueError(f"{rule}, got {max_wsi_size}")
+    last = (side * side).bit_length() - 1
+    return tuple(math.floor(2.0 ** (10 + (last - 10) * step / 4)) for step in range(5))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LongNetViTConfig(StackConfig):
+    """Settings of `LongNetViT`: of the layers, their number, and of the tiles; by default Prov-GigaPath's."""
+
+    model: ClassVar[str] = "LongNetViT"
+    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers", "in_chans", "slide_ngrids", "tile_size")
+    other_names: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "max_wsi_size")
+
+    nhead: int = 16
+    num_layers: int = 12
+    dropout: float = 0.25
+    drop_path_rate: float = 0.1
+    in_chans: int = 1536
+    slide_ngrids: int = 1000
+    tile_size: int = 256
+    global_pool: bool = False
+
+    def __post_init__(self) -> None:
+        if self.segment_lengths is None and self.max_length is None:
+            object.__setattr__(self, "segment_lengths", gigapath_segment_lengths(tile_size=self.tile_size))
+        if self.segment_lengths is not None and self.dilation_rates is None:
+            object.__setattr__(self, "dilation_rates", GIGAPATH_RATES)
+        super().__post_init__()
+        check_flags(global_pool=self.global_pool)
+        if self.d_model % 4:
+            rule = "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile"
+            raise ValueError(f"{rule}, got {self.d_model}")
+
+
+class LongNetViT(PretrainedModel):
+    """Embeds a slide from the embeddings and the places of its tiles: Prov-GigaPath's slide encoder.
+
+    Tiles are projected to embed_dim, get the sine-cosine embedding of their place, and follow a class token
+    through `encoder`, a `LongNetEncoder`. The names of the weights are those of Prov-GigaPath's checkpoint,
+    and the defaults its sizes. No table of positions is held, and any device serves.
+
+    Args:
+        in_chans: features of a tile's embedding.
+        embed_dim, depth, nhead: width, layers and heads of the encoder; embed_dim is a multiple of 4.
+        dim_feedforward: hidden features of each layer, 4 * embed_dim by default.
+        slide_ngrids, tile_size: a slide is a grid of slide_ngrids x slide_ngrids tiles of tile_size pixels.
+        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives
+            segment_lengths; so either the one or the other.
+        global_pool: embed a slide by the mean of its tiles instead of the class token.
+        segment_lengths, dilation_rates: of the attention; by default those of `gigapath_segment_lengths`.
+        dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
+        options: further settings of `LongNetViTConfig`, such as `checkpoint_activations=True`, and of
+            `DilatedAttention`. `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs
+            them. `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix
+            branches as constants; by default gradients are the true ones.
+    """
+
+    config_class = LongNetViTConfig
+
+    def __init__(
+        self,
+        in_chans: int = 1536,
+        embed_dim: int = 768,
+        depth: int = 12,
+        nhead: int = 16,
+        *,
+        max_wsi_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if twice := sorted({"d_model", "num_layers"} & settings.keys()):
+            raise TypeError(f"options must not repeat embed_dim and depth by other names, got {twice}")
+        if settings.get("dim_feedforward") is None:
+            settings["dim_feedforward"] = 4 * embed_dim
+        if max_wsi_size is not None:
+            for name in ("segment_lengths", "max_length"):
+                if settings.get(name) is not None:
+                    both = f"{max_wsi_size} and {name}={settings[name]}"
+                    raise ValueError(f"max_wsi_size gives segment_lengths, got both, {both}")
+            tile_size = settings.get("tile_size", LongNetViTConfig.tile_size)
+            settings["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
+        settings |= {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
+        given = settings.pop("attention_options", {})
+        if isinstance(given, Mapping):  # else the config refuses it
+            given = {"head_offsets": "blocked", "tail": "phantom", **given}
+        self.config = LongNetViTConfig.of(**settings, attention_options=given)
+        check_device(device)
+        check_float_dtype("dtype", dtype)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Linear(in_chans, embed_dim, **placed)))
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **placed))
+        self.dropout = nn.Dropout(self.config.dropout)
+        self.encoder = LongNetEncoder(num_layers=depth, **self.config.stack_options(), **placed)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, **placed)
+        self._initialise_own()
+
+    def reset_parameters(self) -> None:
+        """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
+        self.encoder.reset_parameters()
+        self._initialise_own()
+
+    @torch.no_grad()
+    def _initialise_own(self) -> None:
+        nn.init.xavier_uniform_(self.patch_embed.get_parameter("proj.weight"))
+        nn.init.zeros_(self.patch_embed.get_parameter("proj.bias"))
+        nn.init.normal_(self.cls_token, std=0.02)
+        self.norm.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        padding_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Tiles (b, n, in_chans) at coords (b, n, 2) -> [embedding (b, embed_dim)] of each slide.
+
+        Args:
+            x: embeddings of tiles, floating point, converted to the dtype of the weights.
+            coords: pixels of a corner of each tile, integers, float32 or float64; the cell of a tile is
+                floor(coords / tile_size), which must lie on the grid.
+            all_layer_embed: return the embeddings of the encoder's input and of all depth layers. These are
+                taken before the encoder's last norm, as in Prov-GigaPath: the last is not that of False.
+            padding_mask: (b, n) bool, True where there is no tile. What is there is not read, so each slide
+                has the embedding that it has alone: slides of one number of tiles run together, the others
+                one after the other.
+        """
+        self._check(x, coords, padding_mask)
+        check_flags(all_layer_embed=all_layer_embed)
+        if padding_mask is None:
+            return self._embed(x, coords, all_layer_embed)
+        kept = ~padding_mask
+        counts = kept.sum(1).tolist()
+        if not all(counts):
+            raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
+        groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
+        found = []
+        for rows in groups:
+            tiles, places = (each[rows][kept[rows]] for each in (x, coords))
+            tiles, places = (each.view(len(rows), -1, each.shape[-1]) for each in (tiles, places))
+            found.append(self._embed(tiles, places, all_layer_embed))
+        order = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
+        return [torch.cat(states)[order] for states in zip(*found, strict=True)]
+
+    def forward_features(self, x: Tensor, coords: Tensor, all_layer_embed: bool = False) -> list[Tensor]:
+        """The states (b, 1 + n, embed_dim) of class token and tiles that `forward` takes its embeddings from.
+
+        They lack the last `norm`. There is no padding here: give slides of one number of tiles.
+        """
+        self._check(x, coords, None)
+        check_flags(all_layer_embed=all_layer_embed)
+        return self._states(x, coords, all_layer_embed)
+
+    @classmethod
+    def _arguments(cls, config: StackConfig) -> dict[str, Any]:
+        settings = super()._arguments(config)
+        return {"embed_dim": settings.pop("d_model"), "depth": settings.pop("num_layers"), **settings}
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Model],
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        **options: Any,
+    ) -> _Model:
+        """The model of a folder or file, in evaluation mode.
+
+        Args:
+            folder: a folder of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and
+                no settings, a folder that holds slide_encoder.pth, or a file: .safetensors, or of torch.save
+                with a state dict, also under "model". Or the id "owner/name" of a repository on the Hugging
+                Face Hub with such files, at `revision`, where there is no such folder.
+            device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
+            options: arguments of the class that differ from those saved, such as `global_pool=True`. Without
+                settings the sizes are read from the weights, but for the number of heads (16 unless given).
+
+        Keys that are missing, unexpected or of another shape are an error that names them.
+        """
+        path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE, GIGAPATH_FILE), revision)
+        if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
+            path = path.parent
+        if (path / WEIGHTS_FILE).is_file():
+            return super().from_pretrained(path, device=device, dtype=dtype, **options)
+        path = path / GIGAPATH_FILE if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"a slide encoder must be a file, or a folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}, "
+                f"or {GIGAPATH_FILE}, got no file {path}"
+            )
+        named, _ = plain_names(read_checkpoint(path, device=device))
+        model = cls(**{**_sizes(named, source=str(path)), **options}, device="meta")
+        state, _ = split_slide_state(model, named)
+        assign_tensors(model, state, dtype=dtype, source=str(path))
+        return model.eval()
+
+    def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
+        states = self._states(x, coords, all_layers)
+        if self.config.global_pool:
+            return [self.norm(state[:, 1:].mean(1)) for state in states]
+        return [self.norm(state[:, 0]) for state in states]
+
+    def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
+        config, cls_token = self.config, self.cls_token
+        try:
+            tiles = self.patch_embed(x.to(cls_token.dtype))
+        except RuntimeError:
+            explain_mismatch(cls_token, "the weights", x=x.to(cls_token.dtype))
+            raise
+        cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
+        tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
+        tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
+        if all_layers:
+            states: list[Tensor] = self.encoder(self.dropout(tokens), return_all=True)[1]
+            return states
+        return [self.encoder(self.dropout(tokens))]
+
+    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
+        given = {"x": x, "coords": coords, "padding_mask": padding_mask}
+        for name, tensor in given.items():
+            if tensor is None and name == "padding_mask":
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            check_dense(name, tensor)
+            if tensor.device != x.device:
+                raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
+        in_chans = self.config.in_chans
+        if x.dim() != 3 or x.shape[2] != in_chans or not x.shape[0] or not x.shape[1]:
+            rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
+            raise ValueError(f"{rule}, got {tuple(x.shape)}")
+        if coords.shape != (*x.shape[:2], 2):
+            shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+        if self.encoder.is_sharded:
+            raise ValueError(
+                "each process must have whole slides, which start with a class token, got attention over a "
+                "sequence that several processes share"
+            )
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            rule = "padding_mask must be a bool tensor, True where there is no tile"
+            raise TypeError(f"{rule}, got {padding_mask.dtype}")
+        if padding_mask is not None and padding_mask.shape != x.shape[:2]:
+            shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
 
 
 def load_gigapath_state(
@@ -34,3 +319,32 @@ def load_gigapath_state(
     named, outside = plain_names(unwrap_state(state, source="state"), prefix)
     found, dropped = split_slide_state(model, named)
     return replace(copy_state(model, found, strict=strict), dropped=dropped, outside=outside)
+
+
+def split_slide_state(
+    model: LongNetViT, named: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks itself.
+
+    The layers have torchscale's names, and may have its refusals.
+    """
+    check_torchscale_pattern(model.encoder, is_causal=False)
+    inside, outside = plain_names(named, "encoder.")
+    layers, constants = split_torchscale_state(model.encoder, inside)
+    state = {name: named[name] for name in outside if name != "pos_embed"}
+    state |= {f"encoder.{name}": tensor for name, tensor in layers.items()}
+    table = [name for name in outside if name == "pos_embed"]
+    return state, (*table, *(f"encoder.{name}" for name in constants))
+
+
+def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
+    """The arguments of `LongNetViT` that the shapes of a state dict tell."""
+    for name in ("patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight"):
+        if name not in state or state[name].dim() != 2:
+            got = f"one of {tuple(state[name].shape)}" if name in state else "none"
+            raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
+    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
+    layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
+    dim_feedforward = len(state["encoder.layers.0.ffn.fc1.weight"])
+    sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
+    return {**sizes, "dim_feedforward": dim_feedforward}

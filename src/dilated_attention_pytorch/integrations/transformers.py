@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from ..checks import document_bounds
 from ..core.tracing import uncompiled
-from ..modules.skin import warn_isolated
+from ..modules.attention import warn_isolated
 from ..ring import group_size
 from .settings import call_options, check_model_settings, plain_settings
-from .token_mask import SLIDING_WINDOW, TokenMask, dilated_attention_mask
-from .token_rows import attend_new, attend_rows, longest_row
+from .tokens import SLIDING_WINDOW, TokenMask, attend_new, attend_rows, dilated_attention_mask, longest_row
 
 # Settings that no new token of a causal sequence can feel: `attend_last` does not take them.
 WITHOUT_EFFECT_ON_NEW = ("tail", "detach_mixing")
@@ -142,7 +141,7 @@ def dilated_attention_forward(
 
     Returns:
         (out (b, n, h, d) with the features of the values, None). Padding gives zeros, but for the first place
-        of a row that is not causal, see `token_rows`.
+        of a row that is not causal, see `tokens`.
 
     The segments of a row count its tokens: padding, on either side or between, takes no place in them. With
     n == N, and whenever a gradient is needed, this is `dilated_attention`; else the new tokens read only the
@@ -152,7 +151,9 @@ def dilated_attention_forward(
         if attention_mask.refusal is not None:
             raise ValueError(attention_mask.refusal)
         if attention_mask.pairs is not None:
-            return _attend_own(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+            _refuse(module, query, {**kwargs, "sliding_window": None})
+            own = (query, key, value, attention_mask.pairs)
+            return _own_attention()(module, *own, dropout=dropout, scaling=scaling)[0], None
         is_causal, attention_mask = attention_mask.is_causal, attention_mask.tokens
     _refuse(module, query, kwargs)
     branches, of_model = _settings_of(module, query.shape[1])
@@ -182,22 +183,11 @@ def dilated_attention_forward(
     return attend_new(q, k, v, mask, **options)[..., :features], None
 
 
-def _attend_own(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TokenMask,
-    dropout: float,
-    scaling: float | None,
-    kwargs: Mapping[str, Any],
-) -> tuple[Tensor, None]:
-    """A layer that keeps its window: torch's attention over the pairs that the mask has."""
+def _own_attention() -> Any:
+    """Of a layer that keeps its window: torch's attention over the pairs that the mask has."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    _refuse(module, query, {**kwargs, "sliding_window": None})
-    out, _ = sdpa_attention_forward(module, query, key, value, mask.pairs, dropout=dropout, scaling=scaling)
-    return out, None
+    return sdpa_attention_forward
 
 
 def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None:

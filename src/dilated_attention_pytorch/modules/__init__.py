@@ -1,15 +1,12 @@
-"""nn.Module skins over the functional doors; they hold options, no maths."""
+"""nn.Modules around the public functions; they hold options, no maths."""
 
 from .adaptive import BlockSparseAdaptiveDilatedAttention
-from .attention import DilatedAttention
+from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
-from .dense import DenseAttention
-from .feed_forward import FeedForward, magneto_gamma
+from .layer_parts import DenseAttention, FeedForward, magneto_gamma
 from .longnet import LongNet, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
 from .longnet_stack import LongNetDecoder, LongNetEncoder
-from .longnet_vit import LongNetViT
-from .longnet_vit_config import LongNetViTConfig, gigapath_segment_lengths
 from .multihead import (
     MULTIHEAD_KINDS,
     BlockSparseMultiheadDilatedAttention,
@@ -18,9 +15,8 @@ from .multihead import (
     MultiheadDilatedAttention,
     RingMultiheadDilatedAttention,
 )
-from .multihead_skin import MultiheadSkin
+from .multihead_module import MultiheadModule
 from .positions import RotaryEmbedding, XPos
-from .presets import ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .production import RingAttentionConfig, RingDilatedAttentionProduction
 from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
@@ -48,10 +44,8 @@ __all__ = [
     "LongNetEncoderConfig",
     "LongNetLM",
     "LongNetLMConfig",
-    "LongNetViT",
-    "LongNetViTConfig",
     "MultiheadDilatedAttention",
-    "MultiheadSkin",
+    "MultiheadModule",
     "RingAttentionConfig",
     "RingDilatedAttentionProduction",
     "RingDilatedAttentionV2",
@@ -59,6 +53,5 @@ __all__ = [
     "RingMultiheadDilatedAttention",
     "RotaryEmbedding",
     "XPos",
-    "gigapath_segment_lengths",
     "magneto_gamma",
 ]

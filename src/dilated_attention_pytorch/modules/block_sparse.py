@@ -21,9 +21,9 @@ from ..plan import BlockPattern
 from ..ring.attention import RingSettings
 from ..ring.block_sparse import attend_ring_blocks
 from ..ring.comm import Group
-from ..spec import DilatedSpec, SparsePatternConfig, resolve_branches
-from .ring import RingOptions, RingSkin
-from .skin import AttentionSkin, one_dropout
+from ..spec import SparsePatternConfig
+from .attention import AttentionModule
+from .ring import RingModule, RingOptions
 
 
 class Prepared(NamedTuple):
@@ -35,7 +35,7 @@ class Prepared(NamedTuple):
     scale: float | None
 
 
-class BlockSparseDilatedAttention(AttentionSkin):
+class BlockSparseDilatedAttention(AttentionModule):
     """Attention over the blocks that a pattern keeps, one softmax a row; see `block_sparse_attention`.
 
     Args:
@@ -57,14 +57,9 @@ class BlockSparseDilatedAttention(AttentionSkin):
         sparse_config: SparsePatternConfig | Mapping[str, Any] | BlockPattern | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        *,
-        max_length: int | None = None,
-        dropout: float | None = None,
         **options: Any,
     ) -> None:
-        lists = resolve_branches(segment_lengths, dilation_rates, max_length)
-        dropout_p = one_dropout(attention_dropout, dropout)
-        super().__init__(DilatedSpec(*lists, scale=softmax_scale, dropout_p=dropout_p), **options)
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
         self.pattern: BlockPattern | None = None
         self.sparse_config: SparsePatternConfig | None = None
         self._recipe = ""
@@ -72,7 +67,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
             self.pattern = sparse_config
         else:
             self.sparse_config = SparsePatternConfig.of(sparse_config)
-            branches = check_branches(self.sparse_config, *lists)
+            branches = check_branches(self.sparse_config, self.spec.segment_lengths, self.spec.dilation_rates)
             self._recipe = write_recipe(self.sparse_config, branches)
 
     @property
@@ -82,13 +77,11 @@ class BlockSparseDilatedAttention(AttentionSkin):
 
     _pattern_cache = pattern_cache
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         check_flags(is_causal=is_causal)
-        check_inputs(*autocast_inputs(query, key, value), mask, None)  # before values are padded
-        prepared = self._prepare(query, key, is_causal, mask)
-        return self._attend_prepared(prepared, value, is_causal, mask, self._dropout_now)
+        check_inputs(*autocast_inputs(q, k, v), mask, None)  # before values are padded
+        prepared = self._prepare(q, k, is_causal, mask)
+        return self._attend_prepared(prepared, v, is_causal, mask, self._dropout_now)
 
     @property
     def longest_segment(self) -> int | None:
@@ -169,7 +162,7 @@ class BlockSparseDilatedAttention(AttentionSkin):
         return f"{super().extra_repr()}, sparse_config={shown!r}"
 
 
-class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
+class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
     """`BlockSparseDilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...), as
@@ -220,17 +213,15 @@ class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
                 f"of {self.ring.num_processes}"
             )
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         if not self.is_sharded:
-            return super()._attend(query, key, value, is_causal, mask)
+            return super()._attend(q, k, v, is_causal, mask)
         ring = self.ring
         out = attend_ring_blocks(
-            query,
-            key,
-            value,
-            partial(self._whole_pattern, query, is_causal),
+            q,
+            k,
+            v,
+            partial(self._whole_pattern, q, is_causal),
             partial(block_spec, is_causal, self.spec.scale, self._dropout_now),
             self._execution,
             RingSettings(ring.group, timeout=ring.timeout, steps=ring.steps),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_float_dtype
 from ..decode import DilatedKVCache
-from .feed_forward import magneto_gamma
 from .generation import Generation
+from .layer_parts import magneto_gamma
 from .longnet_config import LongNetConfig, LongNetLMConfig
 from .longnet_stack import LongNetDecoder, LongNetEncoder
 from .pretrained import PretrainedModel
@@ -48,18 +49,10 @@ class LongNet(PretrainedModel):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.config = LongNetConfig.split(
-            {
-                **settings,
-                "d_model": d_model,
-                "nhead": nhead,
-                "num_encoder_layers": num_encoder_layers,
-                "num_decoder_layers": num_decoder_layers,
-                "dim_feedforward": dim_feedforward,
-            }
-        )
-        self.config.check_options(type(self))
-        config, layers = self.config, (num_encoder_layers, num_decoder_layers)
+        layers = (num_encoder_layers, num_decoder_layers)
+        sizes = {"d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
+        depths = {"num_encoder_layers": layers[0], "num_decoder_layers": layers[1]}
+        self.config = config = LongNetConfig.of(**sizes, **depths, **settings)
         options = {**config.stack_options(), "device": device, "dtype": dtype}
         gammas = [config.gamma_init] * 2
         if config.gamma_init is None and config.sub_layer_norm:
@@ -142,8 +135,7 @@ class LongNetLM(PretrainedModel):
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
-        self.config = config = LongNetLMConfig.split({**settings, **sizes})
-        config.check_options(type(self))
+        self.config = config = LongNetLMConfig.of(**settings, **sizes)
         check_device(device)
         check_float_dtype("dtype", dtype)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -242,9 +234,15 @@ class LongNetLM(PretrainedModel):
         several threads may generate, and one may train. The memory and the time of a token are bounded by the
         segments, however long the text.
         """
-        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
-        how: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "prefill_chunk": prefill_chunk}
-        generation = Generation(self, prompt, max_new_tokens, sampling, **how)
+        generation = Generation(
+            self,
+            prompt,
+            max_new_tokens,
+            Sampling(do_sample, temperature, top_k, top_p, seed),
+            lengths=lengths,
+            stop_tokens=stop_tokens,
+            prefill_chunk=prefill_chunk,
+        )
         new = []
         for tokens in generation:
             new.append(tokens)
@@ -252,24 +250,13 @@ class LongNetLM(PretrainedModel):
                 on_token(tokens)
         return generation.join(new)
 
-    def stream(
-        self,
-        prompt: Tensor,
-        max_new_tokens: int,
-        *,
-        lengths: Tensor | Sequence[int] | None = None,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | Sequence[int] | None = None,
-        stop_tokens: Iterable[int] = (),
-        prefill_chunk: int | None = None,
-    ) -> Iterator[Tensor]:
-        """The new tokens of `generate` one by one: tokens (b,), pad_token in rows that have stopped."""
-        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
-        how: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "prefill_chunk": prefill_chunk}
-        return iter(Generation(self, prompt, max_new_tokens, sampling, **how))
+    def stream(self, prompt: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
+        """The new tokens of `generate` one by one: tokens (b,), pad_token in rows that have stopped.
+
+        `options` are those of `generate` but for on_token.
+        """
+        how = {each.name: options.pop(each.name) for each in fields(Sampling) if each.name in options}
+        return iter(Generation(self, prompt, max_new_tokens, Sampling(**how), **options))
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raises unless tokens are (b, n) int64 on the model's device and, on the CPU, below vocab_size."""

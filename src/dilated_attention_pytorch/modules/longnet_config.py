@@ -5,26 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from ..checks import check_flags, check_positive_int, finite_float, one_of, parse_json, refuse_unknown
+from ..checks import (
+    check_flags,
+    check_positive,
+    check_positive_int,
+    check_probabilities,
+    finite_float,
+    one_of,
+    parse_json,
+    refuse_unknown,
+)
 from ..spec import DilatedSpec, resolve_branches
-from .call_checks import check_positive, check_probabilities
-from .feed_forward import ACTIVATIONS
+from .layer_parts import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
 from .positions import ENCODINGS
-from .skin import keyword_names
 from .transformer import CROSS_ATTENTIONS
 
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
 _FLAGS = ("sub_layer_norm", "normalize_output", "checkpoint_activations")
-_NOT_OF_ATTENTION = ("batch_first", "cross_attention", "device", "dtype", "num_layers")
+# Arguments of attention modules and stacks that the models give themselves.
+_NOT_OF_ATTENTION = {"batch_first", "cross_attention", "device", "dtype", "num_layers"}
+_NOT_OF_ATTENTION |= {"embed_dim", "num_heads", "layer_norm"}
+_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "gamma_init", "checkpoint_activations")
 _DEEPEST = 32  # nesting of plain data
 _Config = TypeVar("_Config", bound="StackConfig")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StackConfig:
     """What all LongNet models have in common: the layers of `LongNetEncoder` and `LongNetDecoder`.
 
@@ -32,12 +43,14 @@ class StackConfig:
     that `branches_for` gives for `max_length`, the longest sequence, or the defaults. `attention_options` go
     to the attention module of each layer, for example `{"head_offsets": "blocked"}`. All values are plain
     data: numbers, strings, booleans, None, and sequences and mappings of them. Constructing one validates it,
-    apart from what only an attention module can judge; a `TypeError` or `ValueError` states the rule and the
-    fact.
+    apart from values that only an attention module can judge; a `TypeError` or `ValueError` states the rule
+    and the fact.
     """
 
     model: ClassVar[str] = ""  # the name of the class that these are the settings of
     layer_counts: ClassVar[tuple[str, ...]] = ()
+    other_names: ClassVar[tuple[str, ...]] = ()  # of arguments of the model, for hints
+    is_plain: ClassVar[bool] = True  # False: attention options may be objects, as long as nothing is saved
 
     d_model: int = 768
     nhead: int = 12
@@ -59,6 +72,10 @@ class StackConfig:
     gamma_init: float | None = None
     checkpoint_activations: bool = False
     attention_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        refuse_unknown(cls.__name__, given, cls.names())
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
@@ -84,39 +101,45 @@ class StackConfig:
         one_of("kind", self.kind, tuple(MULTIHEAD_KINDS))
         if self.position_encoding is not None:
             one_of("position_encoding", self.position_encoding, ENCODINGS)
+        set_field(self, "attention_options", MappingProxyType(self._checked_options()))
+
+    def _checked_options(self) -> dict[str, Any]:
         if not isinstance(self.attention_options, Mapping):
             raise TypeError(f"attention_options must be a mapping, got {self.attention_options!r}")
-        options = _plain("attention_options", self.attention_options)
-        if taken := sorted(options.keys() & {*_NOT_OF_ATTENTION, *(each.name for each in fields(self))}):
+        options: dict[str, Any] = _plain("attention_options", self.attention_options, self.is_plain)
+        if taken := sorted(options.keys() & {*_NOT_OF_ATTENTION, *self.names()}):
             raise ValueError(f"attention_options must be those of the attention modules, got {taken}")
-        set_field(self, "attention_options", MappingProxyType(options))
+        known = MULTIHEAD_KINDS[self.kind].option_names()
+        refuse_unknown(self.model, options, known, (*self.names(), *self.other_names))
+        return options
 
     @classmethod
-    def split(cls: type[_Config], settings: Mapping[str, Any]) -> _Config:
+    def names(cls) -> list[str]:
+        """Of the fields."""
+        return [each.name for each in fields(cls)]
+
+    @classmethod
+    def of(cls: type[_Config], **settings: Any) -> _Config:
         """The config of a model's keyword arguments: those that are no fields are attention options."""
-        names = {each.name for each in fields(cls)}
-        own = {name: value for name, value in settings.items() if name in names}
-        others = {name: value for name, value in settings.items() if name not in names}
-        given = own.get("attention_options", {})
+        given = settings.pop("attention_options", {})
+        own = {name: settings.pop(name) for name in cls.names() if name in settings}
         if isinstance(given, Mapping):  # else it is refused as it is
-            given = {**given, **others}
-        return cls(**{**own, "attention_options": given})
+            given = {**given, **settings}
+        return cls(**own, attention_options=given)
 
     def stack_options(self) -> dict[str, Any]:
         """The arguments of `LongNetEncoder` and `LongNetDecoder` but for the number of layers."""
-        shared = {each.name: getattr(self, each.name) for each in fields(StackConfig)}
-        return {**shared.pop("attention_options"), **shared}
+        return {name: getattr(self, name) for name in StackConfig.names()}
 
-    def check_options(self, model: type) -> None:
-        """Raises for attention options that the attention of the model does not have."""
-        known = MULTIHEAD_KINDS[self.kind].option_names()
-        names = {*(each.name for each in fields(self)), *keyword_names(model)}
-        refuse_unknown(model.__name__, self.attention_options, known, names)
+    def layer_options(self) -> dict[str, Any]:
+        """The arguments of a layer, but for those that its depth and its stack decide."""
+        shared = self.stack_options()
+        options = shared.pop("attention_options")
+        return {**options, **{name: value for name, value in shared.items() if name not in _NOT_OF_LAYERS}}
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and under "model" what they are the settings of."""
-        values = {each.name: _plain(each.name, getattr(self, each.name)) for each in fields(self)}
-        return {"model": self.model, **values}
+        return {"model": self.model, **{name: _plain(name, getattr(self, name)) for name in self.names()}}
 
     def to_json(self) -> str:
         """`to_dict` as text, what config.json holds."""
@@ -130,13 +153,13 @@ class StackConfig:
         if values.get("model") != cls.model:
             found = repr(values["model"]) if "model" in values else "no such key"
             raise ValueError(f'a {cls.__name__} must have "model": "{cls.model}", got {found}')
-        names = [each.name for each in fields(cls)]
-        if unknown := [name for name in values if name not in names and name != "model"]:
+        own = {name: value for name, value in values.items() if name != "model"}
+        if unknown := [name for name in own if name not in cls.names()]:
             raise ValueError(f"a {cls.__name__} must not have other keys than its fields, got {unknown}")
         required = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ValueError(f"a {cls.__name__} must have the keys {required}, got no {missing}")
-        return cls(**{name: values[name] for name in names if name in values})
+        return cls(**own)
 
     @classmethod
     def from_json(cls: type[_Config], text: str) -> _Config:
@@ -148,30 +171,34 @@ class StackConfig:
         return cls.from_dict(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_dict, (self.to_dict(),)  # a mapping proxy can be neither copied nor pickled
+        # A mapping proxy can be neither copied nor pickled; a copy shares objects such as process groups.
+        return partial(type(self), **{**vars(self), "attention_options": dict(self.attention_options)}), ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
         return hash(self.to_json())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetEncoderConfig(StackConfig):
     """Settings of `LongNetEncoder`: those of the layers, and their number."""
 
     model: ClassVar[str] = "LongNetEncoder"
     layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
+    is_plain: ClassVar[bool] = False
 
     num_layers: int = 12
 
-    __hash__ = StackConfig.__hash__
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetDecoderConfig(StackConfig):
     """Settings of `LongNetDecoder`: those of the layers, their number, and whether they read an encoder."""
 
     model: ClassVar[str] = "LongNetDecoder"
     layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
+    is_plain: ClassVar[bool] = False
 
     num_layers: int = 12
     cross_attention: str | None = "dense"
@@ -181,10 +208,8 @@ class LongNetDecoderConfig(StackConfig):
         if self.cross_attention is not None:
             one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
 
-    __hash__ = StackConfig.__hash__
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetConfig(StackConfig):
     """Settings of `LongNet`: those of the layers, their numbers, and how decoder reads encoder."""
 
@@ -200,10 +225,8 @@ class LongNetConfig(StackConfig):
         super().__post_init__()
         one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
 
-    __hash__ = StackConfig.__hash__
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetLMConfig(StackConfig):
     """Settings of `LongNetLM`: those of the layers, their number, and the tokens'.
 
@@ -226,22 +249,20 @@ class LongNetLMConfig(StackConfig):
         if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size:
             raise ValueError(f"pad_token must be a token below vocab_size {self.vocab_size}, got {pad!r}")
 
-    __hash__ = StackConfig.__hash__
 
-
-def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """A copy of plain data with dicts for mappings and tuples for sequences; anything else is an error."""
+def _plain(name: str, value: Any, is_plain: bool = True, depth: int = 0) -> Any:
+    """A copy of plain data with dicts for mappings and tuples for sequences; else an error if `is_plain`."""
     if depth > _DEEPEST:
         raise ValueError(f"{name} must not nest more than {_DEEPEST} deep, got data that does")
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{name} must have strings as keys, got {odd}")
-        return {key: _plain(f"{name}[{key!r}]", each, depth + 1) for key, each in value.items()}
+        return {key: _plain(f"{name}[{key!r}]", each, is_plain, depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(name, each, depth + 1) for each in value)
+        return tuple(_plain(name, each, is_plain, depth + 1) for each in value)
     if isinstance(value, float):
         return finite_float(name, value)
-    if value is not None and not isinstance(value, (bool, int, str)):
+    if is_plain and value is not None and not isinstance(value, (bool, int, str)):
         raise TypeError(f"{name} must be plain data, which a file can hold, got {type(value).__name__}")
     return value
 

@@ -9,22 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_flags, check_positive_int, one_of, refuse_unknown
+from ..checks import check_flags
 from ..decode import DilatedKVCache
-from .call_checks import check_embedded, check_probabilities
-from .feed_forward import magneto_gamma
+from .call_checks import check_caches, check_embedded, check_in_step
+from .layer_parts import magneto_gamma
 from .longnet_config import LongNetDecoderConfig, LongNetEncoderConfig, StackConfig
-from .multihead import MULTIHEAD_KINDS
-from .multihead_call import check_caches, check_in_step
 from .pretrained import PretrainedModel
-from .skin import keyword_names
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 
 class LongNetStack(PretrainedModel):
     """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common.
 
-    `config` holds the settings, where they are plain data; a stack with others can be used, not saved.
+    `config` holds the settings; a stack can be saved where they are plain data.
     """
 
     config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
@@ -36,89 +33,31 @@ class LongNetStack(PretrainedModel):
         nhead: int = 12,
         num_layers: int = 12,
         *,
-        dim_feedforward: int = 3072,
-        dropout: float = 0.0,
-        drop_path_rate: float = 0.0,
-        layer_norm_eps: float = 1e-5,
-        sub_layer_norm: bool = True,
-        normalize_output: bool = True,
-        gamma_init: float | None = None,
-        checkpoint_activations: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **layer_options: Any,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        settings = {
-            "d_model": d_model,
-            "nhead": nhead,
-            "num_layers": num_layers,
-            "dim_feedforward": dim_feedforward,
-            "dropout": dropout,
-            "drop_path_rate": drop_path_rate,
-            "layer_norm_eps": layer_norm_eps,
-            "sub_layer_norm": sub_layer_norm,
-            "normalize_output": normalize_output,
-            "gamma_init": gamma_init,
-            "checkpoint_activations": checkpoint_activations,
-            **layer_options,
-        }
-        check_positive_int("num_layers", num_layers, bits=28)
-        kind = layer_options.get("kind", "standard")
-        one_of("kind", kind, tuple(MULTIHEAD_KINDS))
-        known = keyword_names(type(self)) | self._layer_class.option_names(kind)
-        refuse_unknown(type(self).__name__, layer_options, known)
-        check_flags(normalize_output=normalize_output, checkpoint_activations=checkpoint_activations)
-        check_flags(sub_layer_norm=sub_layer_norm)
-        check_probabilities(drop_path_rate=drop_path_rate)
-        if "batch_first" in layer_options:
+        if "batch_first" in settings:
             raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
-        if gamma_init is None:
+        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config: StackConfig = self.config_class.of(**sizes, **settings)
+        config = self.config
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {**config.layer_options(), **placed, "gamma_init": config.gamma_init}
+        if "cross_attention" in config.names():
+            options["cross_attention"] = settings.get("cross_attention")
+        if config.gamma_init is None:
             # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
-            num_encoder_layers = 0 if layer_options.get("cross_attention") is None else 1
+            num_encoder_layers = 0 if settings.get("cross_attention") is None else 1
             gain = magneto_gamma(num_encoder_layers, num_layers, is_decoder=True)
-            gamma_init = gain if sub_layer_norm else 1.0
-        self.d_model, self.checkpoint_activations = d_model, checkpoint_activations
-        self.layers = nn.ModuleList(
-            self._layer_class(
-                d_model,
-                nhead,
-                dim_feedforward=dim_feedforward,
-                dropout=dropout,
-                layer_norm_eps=layer_norm_eps,
-                drop_path=drop_path_rate * depth / max(1, num_layers - 1),
-                sub_layer_norm=sub_layer_norm,
-                gamma_init=gamma_init,
-                device=device,
-                dtype=dtype,
-                **layer_options,
-            )
-            for depth in range(num_layers)
-        )
-        self.layer_norm = (
-            nn.LayerNorm(d_model, layer_norm_eps, True, True, device, dtype) if normalize_output else None
-        )
-        self._keep_config(settings)
-
-    def _keep_config(self, settings: dict[str, Any]) -> None:
-        self._config: StackConfig | None = None
-        self._unsaved = ""
-        try:
-            self._config = self.config_class.split(settings)
-        except (TypeError, ValueError) as error:  # what the layers took, but no file can hold
-            self._unsaved = str(error)
-
-    @property
-    def config(self) -> StackConfig:
-        """The settings, as `from_config` takes them."""
-        if self._config is None:
-            raise TypeError(f"the settings of a saved stack must be plain data: {self._unsaved}")
-        return self._config
-
-    @classmethod
-    def _arguments(cls, config: StackConfig) -> dict[str, Any]:
-        settings = super()._arguments(config)
-        return {**settings.pop("attention_options"), **settings}
+            options["gamma_init"] = gain if config.sub_layer_norm else 1.0
+        self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
+        rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
+        self.layers = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
+        self.layer_norm: nn.LayerNorm | None = None
+        if config.normalize_output:
+            self.layer_norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed)
 
     def reset_parameters(self) -> None:
         """Initialises all layers, as after `.to_empty()`."""
@@ -133,7 +72,7 @@ class LongNetStack(PretrainedModel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[DilatedKVCache]:
-        """An empty cache a layer, for `caches` of `forward`; see `MultiheadSkin.make_cache`."""
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
         return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
 
     @property
@@ -198,8 +137,9 @@ class LongNetEncoder(LongNetStack):
             stack; 1 without sub_layer_norm.
         checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
             layer once more; in training only.
-        layer_options: what else `DilatedTransformerEncoderLayer` takes, such as segment_lengths and
-            dilation_rates, position_encoding, num_kv_heads, kind, head_offsets or tail.
+        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths and dilation_rates,
+            position_encoding, num_kv_heads and kind; what is no field goes to the attention modules, such as
+            head_offsets="blocked" or tail="phantom".
 
     It embeds nothing: tokens, tiles and their absolute positions are the caller's.
     """

@@ -1,22 +1,17 @@
-"""Multihead attention by kind: each a name and a set of options over `MultiheadSkin`."""
+"""Multihead attention by kind: each a name and a set of options over `MultiheadModule`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ..checks import refuse_unknown
+from ..checks import keyword_names, refuse_unknown
 from ..spec import resolve_branches
-from .attention import DilatedAttention
+from .attention import AttentionModule, DilatedAttention, ImprovedDilatedAttention
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
-from .multihead_skin import MultiheadSkin
+from .multihead_module import MultiheadModule
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
-from .presets import ImprovedDilatedAttention
 from .ring import RingDilatedAttentionV2
-from .skin import AttentionSkin
 
 __all__ = [
     "MULTIHEAD_KINDS",
@@ -24,19 +19,20 @@ __all__ = [
     "BlockSparseRingMultiheadDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
-    "MultiheadSkin",
+    "MultiheadModule",
     "RingMultiheadDilatedAttention",
 ]
 
+_FIXED = ("attention", "fused_qkv", "positions")  # arguments of `MultiheadModule` that a kind decides
 POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
 
 
-class MultiheadDilatedAttention(MultiheadSkin):
+class MultiheadDilatedAttention(MultiheadModule):
     """Projections around `DilatedAttention`: called like `nn.MultiheadAttention`, whose state dict it loads.
 
     Args:
         embed_dim, num_heads: features of input and output, split evenly over the heads.
-        segment_lengths, dilation_rates, attention_options: of `DilatedAttention`.
+        segment_lengths, dilation_rates: of `DilatedAttention`; `options` may name its other options.
         max_length: the longest sequence, for which `branches_for` gives the branches that are left out.
         dropout: probability to drop an attention weight, in training only; also `attention_dropout`.
         layer_norm: normalise the attention output before `out_proj`, with `layer_norm_eps`; the sub-layer
@@ -52,14 +48,13 @@ class MultiheadDilatedAttention(MultiheadSkin):
     It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input.
     """
 
-    _attention_class: type[AttentionSkin] = DilatedAttention
+    _attention_class: type[AttentionModule] = DilatedAttention
     _fuses_qkv = False
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
         """The keywords that the class takes, those of its attention included."""
-        own = inspect.signature(MultiheadDilatedAttention.__init__).parameters
-        return cls._attention_class.option_names() | {*own} - {"self", "attention_options"}
+        return cls._attention_class.option_names() | keyword_names(cls) - {*_FIXED}
 
     def __init__(
         self,
@@ -68,49 +63,23 @@ class MultiheadDilatedAttention(MultiheadSkin):
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
         dropout: float | None = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        batch_first: bool = True,
-        num_kv_heads: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         max_length: int | None = None,
         position_encoding: str | None = None,
         rotary_base: float = DEFAULT_ROTARY_BASE,
         xpos_scale_base: float = DEFAULT_XPOS_SCALE_BASE,
-        **attention_options: Any,
+        **options: Any,
     ) -> None:
-        refuse_unknown(type(self).__name__, attention_options, self.option_names())
-        if "attention_dropout" in attention_options and dropout == 0.0:
+        refuse_unknown(type(self).__name__, options, self.option_names())
+        # device and dtype as well: an attention demands them of its inputs, which autocast and .to() change.
+        own = {name: options.pop(name) for name in keyword_names(MultiheadModule) if name in options}
+        if "attention_dropout" in options and dropout == 0.0:
             dropout = None  # not given, so that the other name decides
-        segment_lengths, dilation_rates = resolve_branches(
-            segment_lengths, dilation_rates, max_length, num_heads
-        )
-        # Without device and dtype: there they say what inputs must have, which autocast and .to() change.
-        make: Callable[..., AttentionSkin] = self._attention_class
-        attention = make(
-            segment_lengths=segment_lengths,
-            dilation_rates=dilation_rates,
-            dropout=dropout,
-            **attention_options,
-        )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            attention,
-            bias=bias,
-            layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            batch_first=batch_first,
-            num_kv_heads=num_kv_heads,
-            fused_qkv=self._fuses_qkv,
-            device=device,
-            dtype=dtype,
-        )
+        branches = resolve_branches(segment_lengths, dilation_rates, max_length, num_heads)
+        options |= dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
+        make: Callable[..., AttentionModule] = self._attention_class
+        attention = make(dropout=dropout, **options)
+        super().__init__(embed_dim, num_heads, attention, fused_qkv=self._fuses_qkv, **own)
         self.positions = make_position_encoding(
             position_encoding,
             self.head_dim,
@@ -143,7 +112,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes its `sparse_config`."""
 
-    _attention_class: type[AttentionSkin] = BlockSparseDilatedAttention
+    _attention_class: type[AttentionModule] = BlockSparseDilatedAttention
     _fuses_qkv = True
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_device, check_float_dtype
+from ..checks import check_float_dtype
 from .longnet_config import StackConfig
-from .multihead_skin import MultiheadSkin
-from .state_fit import check_fit
+from .multihead_module import MultiheadModule
+from .state_dicts import check_fit, read_tensors, replacing, write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.pth)(?<!\.safetensors)")  # owner/name, not a file of ours
@@ -53,7 +51,7 @@ class PretrainedModel(nn.Module):
 
         Files that are there are replaced as a whole or not at all. Needs the package safetensors.
         """
-        state = self.state_dict()
+        state, settings = self.state_dict(), self.config.to_json()
         if unready := [name for name, tensor in state.items() if tensor.is_meta]:
             raise ValueError(
                 f"a model must have its weights to be saved, got {unready[0]} on the meta device"
@@ -62,7 +60,7 @@ class PretrainedModel(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         with replacing(path / WEIGHTS_FILE) as weights, replacing(path / CONFIG_FILE) as config:
             write_tensors(weights, state)
-            config.write_text(self.config.to_json(), encoding="utf-8")
+            config.write_text(settings, encoding="utf-8")
 
     @classmethod
     def from_pretrained(
@@ -141,7 +139,7 @@ def assign_tensors(
     """
     check_float_dtype("dtype", dtype)
     for path, module in model.named_modules():
-        if isinstance(module, MultiheadSkin):
+        if isinstance(module, MultiheadModule):
             module.regroup(state, f"{path}." if path else "")
     check_fit(model.state_dict(), state, copies=False, source=source)
     fitting = {
@@ -154,50 +152,3 @@ def assign_tensors(
             raise ValueError(
                 f"{source} must hold all tensors of the model, got no {name}, which is not saved"
             )
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file of `tensors`. One that stands under several names is written several times."""
-    from safetensors.torch import save_file
-
-    copies: dict[str, Tensor] = {}
-    places: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().contiguous()
-        # The format refuses tensors that share memory.
-        shares = plain.untyped_storage().data_ptr() in places
-        copies[name] = plain.clone() if shares else plain
-        places.add(copies[name].untyped_storage().data_ptr())
-    save_file(copies, path, metadata={"format": "pt"})
-
-
-def read_tensors(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on `device` (the CPU by default)."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    check_has_memory(device)
-
-    try:
-        return dict(load_file(path, device=str(torch.device("cpu" if device is None else device))))
-    except SafetensorError as error:
-        raise ValueError(f"{path} must be a safetensors file, got one that is not: {error}") from error
-
-
-def check_has_memory(device: torch.device | str | None) -> None:
-    if (place := check_device(device)) is not None and place.type == "meta":
-        raise ValueError("device must be one with memory to load weights, got meta")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, which takes its place if the block ends well and is deleted if not."""
-    # Not a temporary file of the system: those are private, while this one is to have the usual mode.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -173,10 +173,8 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         if self._pattern_cache is not None:
             self._pattern_cache.clear()
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
-        call = (query, key, value, is_causal, mask)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+        call = (q, k, v, is_causal, mask)
         if self.config.use_gradient_checkpointing and torch.is_grad_enabled():
             drops = self._dropout_now > 0
             out: Tensor = checkpoint(self._attend_cast, *call, use_reentrant=False, preserve_rng_state=drops)
@@ -186,15 +184,13 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             self._log_memory(out)
         return out
 
-    def _attend_cast(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
-        low, tensors = self.config.low_precision, (query, key, value)
+    def _attend_cast(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+        low, tensors = self.config.low_precision, (q, k, v)
         if low is None or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
             return super()._attend(*tensors, is_causal, mask)  # which rejects what are not tensors
-        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in tensors)
-        with without_autocast(query.device):  # whose dtype may be another
-            return super()._attend(q, k, v, is_causal, mask).to(query.dtype)
+        low_q, low_k, low_v = (x if x.dtype == torch.float64 else x.to(low) for x in tensors)
+        with without_autocast(q.device):  # whose dtype may be another
+            return super()._attend(low_q, low_k, low_v, is_causal, mask).to(q.dtype)
 
     # A log record is no part of a graph.
     @uncompiled

@@ -19,8 +19,7 @@ from ..ring import group_size, plan_ring, sharing_errors
 from ..ring.attention import RingSettings, attend_ring
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from .attention import DilatedAttention
-from .skin import AttentionSkin
+from .attention import AttentionModule, DilatedAttention
 
 _T = TypeVar("_T")
 
@@ -100,7 +99,7 @@ def raise_together(ring: RingOptions, error: Exception) -> None:
         raise error
 
 
-class RingSkin(AttentionSkin):
+class RingModule(AttentionModule):
     """What modules of a ring have beside those of one process. Its `ring` is set after construction."""
 
     ring: RingOptions
@@ -136,7 +135,7 @@ class RingSkin(AttentionSkin):
         return {**super()._changed(), **self.ring.changed()}
 
 
-class RingDilatedAttentionV2(RingSkin, DilatedAttention):
+class RingDilatedAttentionV2(RingModule, DilatedAttention):
     """`DilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...),
@@ -177,16 +176,14 @@ class RingDilatedAttentionV2(RingSkin, DilatedAttention):
         self.ring = RingOptions(ring_size, group, timeout)
         self._check_ring()
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         ring = self.ring
         if not self.is_sharded:
             spec = self._call_spec(is_causal)
-            return attend(query, key, value, spec, self._execution, key_mask=mask, steps=ring.steps)[0]
+            return attend(q, k, v, spec, self._execution, key_mask=mask, steps=ring.steps)[0]
         settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps)
         make_spec = partial(self._call_spec, is_causal)
-        out = attend_ring(query, key, value, make_spec, self._execution, settings, key_mask=mask)
+        out = attend_ring(q, k, v, make_spec, self._execution, settings, key_mask=mask)
         assert isinstance(out, Tensor)
         return out
 

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_flags, one_of, refuse_unknown
+from ..checks import check_flags, keyword_names, one_of, refuse_unknown
 from ..decode import DilatedKVCache
 from .call_checks import check_embedded, explain_mismatch
-from .dense import DenseAttention, check_lengths
-from .feed_forward import DropPath, FeedForward, magneto_gamma
-from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadSkin
-from .skin import keyword_names
+from .layer_parts import DenseAttention, DropPath, FeedForward, check_lengths, magneto_gamma
+from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
 
 CROSS_ATTENTIONS = ("dense", "dilated")
 
@@ -115,7 +113,7 @@ class DilatedTransformerEncoderLayer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialises all parts, as after `.to_empty()`."""
         for part in self.children():
-            if isinstance(part, (MultiheadSkin, FeedForward, nn.LayerNorm)):
+            if isinstance(part, (MultiheadModule, FeedForward, nn.LayerNorm)):
                 part.reset_parameters()
 
     def forward(
@@ -134,39 +132,25 @@ class DilatedTransformerEncoderLayer(nn.Module):
             src_mask: None or the square causal mask; is_causal=True is the cheap way to say it.
             src_key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only: the output has
                 values at padded positions, too.
-            cache, lengths: as in `MultiheadSkin.forward`, with is_causal=True.
+            cache, lengths: as in `MultiheadModule.forward`, with is_causal=True.
         """
         self._check_input("src", src)
-        x = self._attend_self(src, src_mask, src_key_padding_mask, is_causal, cache, lengths)
-        return self._feed_forward(x)
+        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+        return self._feed_forward(
+            self._attend_self(src, **masks, is_causal=is_causal, cache=cache, lengths=lengths)
+        )
 
     def _check_input(self, name: str, x: Tensor) -> None:
         layout = "(b, n, d_model)" if self.self_attn.batch_first else "(n, b, d_model)"
         check_embedded(name, x, self.self_attn.embed_dim, layout)
 
-    def _attend_self(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        cache: DilatedKVCache | None,
-        lengths: Sequence[int] | Tensor | None,
-    ) -> Tensor:
+    def _attend_self(self, x: Tensor, **call: Any) -> Tensor:
         try:
             normed = self.self_attn_layer_norm(x)
         except RuntimeError:
             explain_mismatch(self.self_attn_layer_norm.weight, "the weights", input=x)
             raise
-        attended, _ = self.self_attn(
-            normed,
-            key_padding_mask=key_padding_mask,
-            attn_mask=mask,
-            is_causal=is_causal,
-            cache=cache,
-            lengths=lengths,
-        )
-        out: Tensor = x + self.drop_path(self.dropout(attended))
+        out: Tensor = x + self.drop_path(self.dropout(self.self_attn(normed, **call)[0]))
         return out
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -195,59 +179,39 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         nhead: int,
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-5,
-        *,
+        *others: Any,
         cross_attention: str | None = "dense",
-        attention_dropout: float = 0.0,
-        gamma_init: float = 1.0,
-        num_kv_heads: int | None = None,
-        kind: str = "standard",
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if cross_attention is not None:
             one_of("cross_attention", cross_attention, CROSS_ATTENTIONS)
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        heads: dict[str, Any] = {
-            "num_kv_heads": num_kv_heads,
-            "gamma_init": gamma_init,
-            "batch_first": batch_first,
-        }
-        super().__init__(
-            d_model,
-            nhead,
-            segment_lengths,
-            dilation_rates,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            attention_dropout=attention_dropout,
-            kind=kind,
-            **heads,
-            **placed,
-            **options,
-        )
+        super().__init__(d_model, nhead, segment_lengths, dilation_rates, *others, **options)
         self.cross_attention = cross_attention
-        self.encoder_attn: MultiheadSkin | None = None
+        self.encoder_attn: MultiheadModule | None = None
         self.encoder_attn_layer_norm: nn.LayerNorm | None = None
         if cross_attention is None:
             return
-        self.encoder_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
-        shape: dict[str, Any] = {**heads, **placed, "layer_norm": False}
+        own, eps = self.self_attn, self.self_attn_layer_norm.eps
+        placed: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        self.encoder_attn_layer_norm = nn.LayerNorm(d_model, eps, **placed)
+        shape: dict[str, Any] = {
+            "num_kv_heads": own.num_kv_heads,
+            "gamma_init": own.gamma_init,
+            "batch_first": own.batch_first,
+            "layer_norm": False,
+            **placed,
+        }
+        dropout = options.get("attention_dropout", 0.0)
         if cross_attention == "dense":
-            dense = DenseAttention(options.get("softmax_scale"), attention_dropout)
-            self.encoder_attn = MultiheadSkin(d_model, nhead, dense, bias=options.get("bias", True), **shape)
+            dense = DenseAttention(options.get("softmax_scale"), dropout)
+            self.encoder_attn = MultiheadModule(
+                d_model, nhead, dense, bias=options.get("bias", True), **shape
+            )
         else:
-            unlike = ("activation_dropout", "drop_path", "sub_layer_norm", *POSITION_OPTIONS)
+            unlike = {*keyword_names(DilatedTransformerEncoderLayer), *POSITION_OPTIONS}
             pattern = {name: value for name, value in options.items() if name not in unlike}
-            make: Callable[..., MultiheadSkin] = MULTIHEAD_KINDS[kind]
-            branches = (segment_lengths, dilation_rates, attention_dropout)
+            make: Callable[..., MultiheadModule] = type(own)
+            branches = (segment_lengths, dilation_rates, dropout)
             self.encoder_attn = make(d_model, nhead, *branches, **shape, **pattern)
 
     def forward(  # type: ignore[override]
@@ -271,56 +235,40 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
 
         Args:
             memory: needed unless cross_attention is None.
-            tgt_mask, memory_mask: None or the square causal mask, as in `MultiheadSkin.forward`.
+            tgt_mask, memory_mask: None or the square causal mask, as in `MultiheadModule.forward`.
             tgt_key_padding_mask, memory_key_padding_mask: (b, n) and (b, m) bool, True where ignored.
-            cache, lengths: of the self-attention, as in `MultiheadSkin.forward`.
+            cache, lengths: of the self-attention, as in `MultiheadModule.forward`.
         """
         self._check_input("tgt", tgt)
-        self._check_memory(memory, memory_mask, memory_key_padding_mask, memory_is_causal, cache)
-        if cache is not None:  # which must not take tokens that then find no memory
-            self._check_cross(tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
-        x = self._attend_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, cache, lengths)
+        masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
+        cross = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
+        check_flags(memory_is_causal=memory_is_causal)
+        self._check_memory(memory, cross, memory_is_causal, cache)
+        if cache is not None and memory is not None:  # which must not take tokens that then find no memory
+            self._check_cross(tgt, memory, cross, memory_is_causal)
+        x = self._attend_self(tgt, **masks, is_causal=tgt_is_causal, cache=cache, lengths=lengths)
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
-            attended, _ = self.encoder_attn(
-                self.encoder_attn_layer_norm(x),
-                memory,
-                key_padding_mask=memory_key_padding_mask,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-            )
+            normed = self.encoder_attn_layer_norm(x)
+            attended, _ = self.encoder_attn(normed, memory, **cross, is_causal=memory_is_causal)
             x = x + self.drop_path(self.dropout(attended))
         return self._feed_forward(x)
 
-    def _check_cross(
-        self,
-        tgt: Tensor,
-        memory: Tensor | None,
-        mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-    ) -> None:
+    def _check_cross(self, tgt: Tensor, memory: Tensor, masks: dict[str, Any], is_causal: bool) -> None:
         """Raises what cross attention would, before self-attention runs."""
-        if self.encoder_attn is None or memory is None:
-            return
+        assert self.encoder_attn is not None
         self._check_input("memory", memory)
         explain_mismatch(tgt, "tgt", memory=memory)
-        masks = {"attn_mask": mask, "key_padding_mask": key_padding_mask}
         self.encoder_attn.check_call(tgt, memory, **masks, is_causal=is_causal)
         if self.cross_attention == "dense":
             time = 1 if self.self_attn.batch_first else 0
             check_lengths(tgt.shape[time], memory.shape[time], is_causal)
 
     def _check_memory(
-        self,
-        memory: Tensor | None,
-        mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        cache: DilatedKVCache | None,
+        self, memory: Tensor | None, masks: dict[str, Any], is_causal: bool, cache: DilatedKVCache | None
     ) -> None:
-        check_flags(memory_is_causal=is_causal)
         if self.cross_attention is None:
-            given = {"memory": memory, "memory_mask": mask, "memory_key_padding_mask": key_padding_mask}
+            mask, padding = masks.values()
+            given = {"memory": memory, "memory_mask": mask, "memory_key_padding_mask": padding}
             names = [name for name, value in given.items() if value is not None]
             if names or is_causal:
                 got = ", ".join(names or ["memory_is_causal"])

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from ..modules import LongNetLM
-from ..modules.ring import RingOptions, RingSkin
+from ..modules.ring import RingModule, RingOptions
 from ..ring import shard_bounds, shard_sequence
 from .config import RING_KINDS, ConfigError, TrainConfig
 
@@ -149,7 +149,7 @@ def place_model(model: LongNetLM, ranks: Ranks, shard_parameters: bool) -> None:
         return
     ring = RingOptions(None, ranks.mesh["ring"].get_group(), None)
     for module in model.modules():
-        if isinstance(module, RingSkin):
+        if isinstance(module, RingModule):
             module.ring = ring
     if shard_parameters:
         everyone = init_device_mesh(ranks.device.type, (ranks.size,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,41 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
-from ..checks import check_device, check_flags, check_float_dtype, check_positive_int
+from ..checks import check_device, check_flags, check_float_dtype, check_positive, check_positive_int
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
-from ..spec import Execution
 from .attention import DilatedAttention
-from .call_checks import check_positive, explain_mismatch
-from .multihead_call import Call, check_decodes
-from .multihead_state import copy_projections, regroup_projections
+from .call_checks import OF_HEADS, OF_SPEC, Call, check_decodes, explain_mismatch
 from .ring import check_together, raise_together
+from .state_dicts import copy_projections, regroup_projections
 
 
-class MultiheadSkin(nn.Module):
+class MultiheadModule(nn.Module):
     """Projects to heads, calls `attention`, and projects back; called like `nn.MultiheadAttention`.
 
     Args:
-        embed_dim, num_heads: features of input and output, split evenly over the heads.
         attention: module with `forward(query, key, value, is_causal=False, attention_mask=None)`, which takes
             query (b, n, h, d), key and value (b, n, h_kv, d), attention_mask (b, n) bool with True = attend,
             and returns (b, n, h, d). If its attribute `takes_other_lengths` is true, keys may have another
             length than queries.
-        layer_norm: normalise the attention output over embed_dim before `out_proj`, with `layer_norm_eps`;
-            the sub-layer norm of MAGNETO (arXiv:2210.06423), which LongNet uses.
-        gamma_init: gain of the initial weights of v_proj and out_proj, MAGNETO's gamma; `magneto_gamma`
-            gives it by the depth of a model.
-        batch_first: tensors are (b, n, embed_dim); (n, b, embed_dim) if False.
-        num_kv_heads: heads of key and value, a divisor of num_heads (grouped-query attention).
         fused_qkv: hold the three input projections in one `qkv_proj`, which self-attention applies at once.
             Where key or value is another tensor, its parts are applied, and its forward hooks do not run.
         positions: position encoding, a module `(q, k, positions) -> (q, k)` that is applied after the
             projections, with q (b, n, h, d), k (b, n, h_kv, d) and positions int64 (n,) or (b, n).
-        bias, device, dtype: of all projections; the norm always has a bias.
+        The others are those of `MultiheadDilatedAttention`.
 
-    It has no bias_k, bias_v, zero attention, kdim or vdim, and takes no unbatched input. Where padding leaves
-    a query without keys, attention decides; those of this package give zeros, not NaN.
+    Where padding leaves a query without keys, attention decides; those of this package give zeros, not NaN.
     """
 
     # nn.TransformerEncoder and its layer read these: they must not bypass this module in evaluation.
@@ -148,19 +139,8 @@ class MultiheadSkin(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        call = Call(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            is_causal,
-            positions,
-            cache,
-            lengths,
-            self.batch_first,
-        )
+        masks = (key_padding_mask, need_weights, attn_mask, is_causal)
+        call = Call(query, key, value, *masks, positions, cache, lengths, self.batch_first)
         check = partial(self._check_call, call)
         attend = check_together(self.attention.ring, check) if self.is_sharded else check()
         is_causal = is_causal or attn_mask is not None
@@ -218,22 +198,12 @@ class MultiheadSkin(nn.Module):
     ) -> DilatedKVCache:
         """An empty cache for `forward`; device and dtype are those of the first tokens by default."""
         check_decodes(self.attention)
-        attention, spec = self.attention, self.attention.spec
+        attention = self.attention
         return DilatedKVCache(
-            spec.segment_lengths,
-            spec.dilation_rates,
+            **{name: getattr(attention.spec, name) for name in OF_SPEC},
+            **{name: getattr(self, name) for name in OF_HEADS},
             batch_size=batch_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-            scale=spec.scale,
-            head_mixing=spec.head_mixing,
-            head_offsets=spec.head_offsets,
-            execution=Execution(
-                attention.kernel,
-                attention.workspace_bytes,
-                use_pattern_cache=attention.use_pattern_cache,
-            ),
+            execution=replace(attention._execution, memory="fresh"),
             device=device,
             dtype=dtype,
         )
@@ -280,8 +250,11 @@ class MultiheadSkin(nn.Module):
         try:
             shown = call.without_hidden(attend)
             q, k, v = self._project(shown.query, shown.key, shown.value)
-            if self.positions is not None:
-                q, k = self.positions(q, k, self._chosen_positions(call, own))
+            if own is not None:
+                chosen = own if call.positions is None else call.positions.to(own.device, torch.int64)
+                if chosen is not own and hasattr(self.positions, "check_given"):
+                    self.positions.check_given(chosen, own)
+                q, k = self.positions(q, k, chosen)
         except Exception as error:
             if self.is_sharded:  # or the other processes would wait for this one, and meet its next call
                 raise_together(self.attention.ring, error)
@@ -297,14 +270,6 @@ class MultiheadSkin(nn.Module):
         if call.cache is not None:
             return _continued(call.cache, n, device)
         return torch.arange(n, device=device)
-
-    def _chosen_positions(self, call: Call, own: Tensor | None) -> Tensor | None:
-        if call.positions is None or own is None:
-            return own
-        given = call.positions.to(own.device, torch.int64)
-        if hasattr(self.positions, "check_given"):
-            self.positions.check_given(given, own)
-        return given
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Heads of query (b, n, h, d), key and value (b, n, h_kv, d)."""
@@ -334,20 +299,8 @@ class MultiheadSkin(nn.Module):
     def _rows(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, attend: Tensor | None
     ) -> Tensor:
-        spec = self.attention.spec
-        return attention_rows(
-            q,
-            k,
-            rows,
-            spec.segment_lengths,
-            spec.dilation_rates,
-            is_causal=is_causal,
-            scale=spec.scale,
-            key_mask=attend,
-            head_mixing=spec.head_mixing,
-            head_offsets=spec.head_offsets,
-            tail=spec.tail,
-        )
+        of_spec = {name: getattr(self.attention.spec, name) for name in (*OF_SPEC, "tail")}
+        return attention_rows(q, k, rows, **of_spec, is_causal=is_causal, key_mask=attend)
 
     def _check_call(self, call: Call) -> Tensor | None:
         """Checks the arguments of `forward`, and returns the mask of keys that may be attended."""

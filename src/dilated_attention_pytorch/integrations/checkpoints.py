@@ -1,20 +1,29 @@
-"""State dicts of torchscale's LongNet by the names of this library's stacks; what these lack is refused."""
+"""Checkpoints of others: their files, read without running their code, and torchscale's names of weights."""
 
 from __future__ import annotations
 
+import pickle
 import re
+import struct
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention import DilatedAttention
-from .longnet_stack import LongNetStack
-from .multihead_skin import MultiheadSkin
-from .multihead_state import regroup_projections
-from .positions import XPos
-from .state_fit import check_state
+from ..modules.attention import DilatedAttention
+from ..modules.longnet_stack import LongNetStack
+from ..modules.multihead_module import MultiheadModule
+from ..modules.positions import XPos
+from ..modules.state_dicts import check_has_memory, check_state, read_tensors, regroup_projections
 
+_HOLDERS = ("model", "state_dict")  # keys under which training scripts put the weights
+# What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
+    *(LookupError, ValueError, TypeError, AttributeError, AssertionError),
+)
 # What wrappers of torch and fairscale put into names.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_fpw_module.", "_orig_mod.")
 _REFUSED = {
@@ -23,6 +32,43 @@ _REFUSED = {
     r"\.[AB]\.(\w+\.)*(weight|bias)$": "two sets of weights (multiway), of which these layers have one",
 }
 _XPOS = re.compile(r"^(?P<attention>layers\.\d+\.self_attn)\.xpos\.scale$")
+
+
+def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The state dict in a file, on `device` (the CPU by default).
+
+    The name decides: `.safetensors`, or else what `torch.save` writes. That may be a state dict, or a dict
+    with a state dict under "model" or "state_dict". Pickled objects other than tensors and plain data are
+    refused.
+    """
+    check_has_memory(device)
+    if path.suffix == ".safetensors":
+        return read_tensors(path, device=device)
+    try:
+        held = torch.load(path, map_location="cpu" if device is None else device, weights_only=True)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{path} must be a file of torch.save that holds tensors and plain data only, got: {error!r}"
+        ) from error
+    return unwrap_state(held, source=str(path))
+
+
+def unwrap_state(held: Any, *, source: str = "the checkpoint") -> dict[str, Tensor]:
+    """The state dict that a checkpoint is, or holds under "model" or "state_dict"."""
+    if isinstance(held, Mapping):
+        for name in _HOLDERS:
+            if isinstance(held.get(name), Mapping):
+                return unwrap_state(held[name], source=source)
+        if held and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in held.items()):
+            return dict(held)
+        odd = next(
+            (f"{key!r}: a {type(x).__name__}" for key, x in held.items() if not isinstance(x, Tensor)), "{}"
+        )
+    else:
+        odd = f"a {type(held).__name__}"
+    raise ValueError(
+        f"{source} must be a state dict, or hold one under {' or '.join(map(repr, _HOLDERS))}, got {odd}"
+    )
 
 
 def plain_names(state: Mapping[str, Tensor], prefix: str = "") -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -78,7 +124,7 @@ def split_torchscale_state(
             dropped.append(name)
             del found[name]
     for path, attention in stack.named_modules():
-        if not isinstance(attention, MultiheadSkin):
+        if not isinstance(attention, MultiheadModule):
             continue
         if (
             isinstance(attention.positions, XPos)
@@ -98,7 +144,7 @@ def _check_xpos(stack: LongNetStack, path: str, name: str, scale: Tensor) -> Non
         attention = stack.get_submodule(path)
     except AttributeError:
         return  # a layer that the stack does not have, reported by its weights
-    if not isinstance(attention, MultiheadSkin) or not isinstance(attention.positions, XPos):
+    if not isinstance(attention, MultiheadModule) or not isinstance(attention.positions, XPos):
         raise ValueError(
             f'a checkpoint with XPOS needs position_encoding="xpos", got {name} and no such encoding'
         )
