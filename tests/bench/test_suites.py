@@ -16,12 +16,12 @@ import memory
 import models
 import pytest
 import quality
+import ranks
 import ring_plans
 import sparse
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ring
 from dilated_attention_pytorch import BlockPattern, block_sparse, functional
 from dilated_attention_pytorch.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.bench.measure import Measured
@@ -36,8 +36,8 @@ TIME = cpu.TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=True, repeats=
 SPARSE = sparse.SparseConfig(2, 8, 8, "dilated_sparse", 0.3, (16, 64), (1, 2))
 ENTRIES = (sparse.Entry("dilated_sparse", 0.3, 2.0), sparse.Entry("random", 0.2, 1.5))
 SPARSE_TIME = sparse.SparseTimeCase("tiny", SPARSE, 101, ENTRIES, bare_n=32, backward=True, repeats=3)
-RING = ring.RingConfig(4, 8, (16, 40, 200), (1, 2, 4))
-RANKS = ring.RingTimeCase("tiny ranks", RING, 200, backward=True, target=1.15)
+RING = ranks.RingConfig(4, 8, (16, 40, 200), (1, 2, 4))
+RANKS = ranks.RingTimeCase("tiny ranks", RING, 200, backward=True, target=1.15)
 
 
 def silent(text: str) -> None:
@@ -232,48 +232,48 @@ def test_block_sparse_flops_and_rounds_are_of_what_is_kept() -> None:
 
 
 def test_ranks_are_checked_against_one_process_and_their_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = ring.Rank(RANKS, 0, 1)
+    rank = ranks.Rank(RANKS, 0, 1)
     assert rank.check(RING, 200, "ring") < 2e-5
-    held = ring.Rank(replace(RANKS, backward=True), 0, 1).measure_memory("ring")
+    held = ranks.Rank(replace(RANKS, backward=True), 0, 1).measure_memory("ring")
     assert isinstance(held, dict)
     assert (held["tensors"], held["received"]) == (8 * 4 * 200 * 4 * 8, 0)  # four inputs and four results
-    ring.ring_traffic().reset()
+    ranks.ring_traffic().reset()
     with pytest.raises(RuntimeError, match=r"rank 0 received 0 bytes where \d+ were planned"):
-        ring.Rank(RANKS, 0, 2).check_traffic(RING, 200, "ring")  # two ranks by name, and no transfer at all
-    right = ring.ring_dilated_attention
-    monkeypatch.setattr(ring, "ring_dilated_attention", lambda *a, **o: right(*a, **o) + 1e-3)
+        ranks.Rank(RANKS, 0, 2).check_traffic(RING, 200, "ring")  # two ranks by name, and no transfer at all
+    right = ranks.ring_dilated_attention
+    monkeypatch.setattr(ranks, "ring_dilated_attention", lambda *a, **o: right(*a, **o) + 1e-3)
     assert rank.check(RING, 200, "ring") > 2e-5
-    group: Any = ring.Group()
+    group: Any = ranks.Group()
     for error in (0.5, math.inf):
         group.ask = lambda *_, error=error, **__: [0.0, error]
         with pytest.raises(WrongAnswerError, match="tiny ranks: the result is off by"):
-            ring.check_ranks(RANKS, group, RING, 200)
-    for case in ring.CASES:
-        config, n = ring.reduced(case)
+            ranks.check_ranks(RANKS, group, RING, 200)
+    for case in ranks.CASES:
+        config, n = ranks.reduced(case)
         assert (n % 2, config.dilation_rates) == (1, case.config.dilation_rates)
         assert min(config.segment_lengths) < n // 4
-    tensors = [ring.make_tensors(RING, 10, seed=seed)[0] for seed in (0, 1)]
+    tensors = [ranks.make_tensors(RING, 10, seed=seed)[0] for seed in (0, 1)]
     assert not torch.equal(*tensors)
 
 
 def test_a_rank_that_fails_says_so() -> None:
     with (
         pytest.raises(RuntimeError, match="a rank ended with status 1"),
-        ring.start_group(RANKS, 1, 1) as group,
+        ranks.start_group(RANKS, 1, 1) as group,
     ):
         group.ask("nonsense")
 
 
 def test_steps_in_one_process_are_measured_and_timed() -> None:
-    case = ring.RingStepsCase("tiny steps", RING, 200, (2, 8), target=1.05)
+    case = ranks.RingStepsCase("tiny steps", RING, 200, (2, 8), target=1.05)
     for variant in case.variants:
-        found = ring.measure_module(case, variant)
+        found = ranks.measure_module(case, variant)
         assert found.counts["results"] == 4 * 200 * 4 * 8
         assert found.error is not None
         assert found.error < 2e-5
-    timed = ring.time_modules(replace(case, backward=True, repeats=2))
+    timed = ranks.time_modules(replace(case, backward=True, repeats=2))
     assert {name: len(values) for name, values in timed.seconds.items()} == {"base": 2, "2": 2, "8": 2}
-    assert ring.make_module(RING, "8").ring_size == 8
+    assert ranks.make_module(RING, "8").ring_size == 8
 
 
 DECODE, TRAIN, _ = models.QUICK
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_noticed() -> None:
 MIB = 2**20
 SECONDS = {"dense": (3.0, 1.0), "dilated": (1.0, 1.0), "block-sparse": (2.5, 2.5)}
 BITS = {"bits dense": 200, "bits dilated": 205, "bits block-sparse": 210, "validation bytes": 100}
-RING_MEMORY = ring.RingMemoryCase("m", RING, 200, target=1.15)
+RING_MEMORY = ranks.RingMemoryCase("m", RING, 200, target=1.15)
 FIGURES = [
     (
         RANKS,
@@ -311,7 +311,7 @@ FIGURES = [
     ),
     (RING_MEMORY, Measured(0.0, {"peak 1": 100, "peak 2": 55, "peak 4": 30}), [(1.1, True), (1.2, False)]),
     (
-        ring.RingStepsCase("s", RING, 200, (2,), target=1.05),
+        ranks.RingStepsCase("s", RING, 200, (2,), target=1.05),
         Measured(0.0, {"peak_extra base": 100, "peak_extra 2": 104}, {"base": (1.0,), "2": (1.5,)}),
         [(1.04, True), (1.5, None)],
     ),

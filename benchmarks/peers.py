@@ -1,7 +1,7 @@
 """The main modules and dense attention side by side, forward and training, by `dilated-attention bench`.
 
-python benchmarks/modules.py --out benchmarks/results/modules.json
-python benchmarks/modules.py --render --update docs/benchmarks.md --markers modules
+python benchmarks/peers.py --out benchmarks/results/peers.json
+python benchmarks/peers.py --render --update docs/benchmarks.md --markers peers
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ SECTIONS = {"compare": SECTION}
 run = run_case
 
 if __name__ == "__main__":
-    sys.exit(main("modules"))
+    sys.exit(main("peers"))

@@ -1,7 +1,7 @@
 """Several ranks against one process, in time and memory; and one process in steps against the base module.
 
-    python benchmarks/ring.py --out benchmarks/results/ring.json
-    python benchmarks/ring.py --render --update docs/distributed.md
+    python benchmarks/ranks.py --out benchmarks/results/ranks.json
+    python benchmarks/ranks.py --render --update docs/distributed.md
 
 Ranks are processes that do what their parent says, and sleep while others are measured.
 """
@@ -499,4 +499,4 @@ SECTIONS = {
 run = run_case
 
 if __name__ == "__main__":
-    sys.exit(main("ring"))
+    sys.exit(main("ranks"))
