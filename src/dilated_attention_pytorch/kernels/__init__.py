@@ -1,14 +1,39 @@
-"""HOW a tile attends: kernels that keep one contract, and the choice between them."""
+"""HOW a plan is attended: kernels that keep one contract, and the choice between them."""
 
 from __future__ import annotations
 
-from .contract import Dropout, How, Kernel, Request
-from .cpu_flash import CPU_FLASH
-from .cuda import CUDA
-from .eager import EAGER
+from functools import partial
+from typing import Any
 
+from torch import Tensor
+
+from . import cpu_flash, cuda, stock
+from .contract import Dropout, How, Inputs, Kernel, Merged, Op, Request
+from .eager import EAGER as _EAGER_OP
+
+_FUSED = {"cpu": (cpu_flash.CPU_FLASH, cpu_flash.why_not), "cuda": (cuda.CUDA, cuda.why_not)}
+
+
+def _why_not_stock(request: Request) -> str | None:
+    if request.device.type not in _FUSED:
+        return f"torch has no fused attention op that it can use on {request.device}"
+    return _FUSED[request.device.type][1](request)
+
+
+def _stock_forward(plan: Any, inputs: Inputs, *others: Any) -> tuple[Tensor, Tensor]:
+    return stock.forward(_FUSED[inputs.q.device.type][0], plan, inputs, *others)
+
+
+def _stock_backward(plan: Any, inputs: Inputs, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return stock.backward(_FUSED[inputs.q.device.type][0], plan, inputs, *others)
+
+
+STOCK = Kernel("stock", _why_not_stock, _stock_forward, _stock_backward)
+EAGER = Kernel(
+    "eager", lambda _request: None, partial(stock.forward, _EAGER_OP), partial(stock.backward, _EAGER_OP)
+)
 # In the order of preference; the last one can always run.
-KERNELS: tuple[Kernel, ...] = (CUDA, CPU_FLASH, EAGER)
+KERNELS: tuple[Kernel, ...] = (STOCK, EAGER)
 KERNEL_NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 
 
@@ -34,7 +59,10 @@ __all__ = [
     "KERNEL_NAMES",
     "Dropout",
     "How",
+    "Inputs",
     "Kernel",
+    "Merged",
+    "Op",
     "Request",
     "check_kernel_name",
     "choose_kernel",

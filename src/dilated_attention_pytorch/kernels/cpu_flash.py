@@ -1,6 +1,6 @@
 """PyTorch's CPU flash attention, with a guard for each input it gets wrong.
 
-Packed tiles already keep it from an empty q or k (which kills the process) and from a last stride other
+Packed rows already keep it from an empty q or k (which kills the process) and from a last stride other
 than 1 (which gives wrong numbers). Here: boolean masks become additive; rows without a visible key get
 out 0 and lse -inf; and the rows that a NaN or an infinity concerns, of the inputs or of scores that
 overflow, which the op may swallow or let leak past the causal mask, are computed by the eager kernel, while
@@ -15,14 +15,14 @@ import math
 import torch
 from torch import Tensor
 
-from .contract import How, Kernel, Request
+from .contract import How, Op, Request
 from .eager import EAGER
 from .lse_gradient import with_lse_gradient
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _why_not(request: Request) -> str | None:
+def why_not(request: Request) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on cpu, and the tensors are on {request.device}"
     if request.dtype not in _DTYPES:
@@ -112,4 +112,4 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 _FUSED_BACKWARD = with_lse_gradient(_op_backward)
-CPU_FLASH = Kernel("cpu_flash", _why_not, _forward, _backward, widens=True)
+CPU_FLASH = Op(_forward, _backward, widens=True)
