@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..core.workspace import Workspace
+from ..plan.runs import Plan
 from .merge import merge_
 
 Step = tuple[int, int, int]  # in (batch, time, head)
+Numbered = dict[Step, Tensor]
 Axis = tuple[int, Step]  # (size, step)
 Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
 WHOLE: Origin = (0, 0, 0)
@@ -46,19 +48,37 @@ def _has_rows(x: Tensor, d: int) -> bool:
     return dense and not any(step % d for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
 
 
+class Blocks(NamedTuple):
+    """Blocks of `size` rows that jobs of a plan keep, but for the first `skip` rows of the first one."""
+
+    plan: Plan
+    members: Tensor  # (jobs,) their numbers in the plan
+    skip: int
+
+    def numbers(self, device: torch.device | None) -> Tensor:
+        """(jobs, blocks); made at each use, as they take more memory than the plan."""
+        return self.plan.key_blocks(self.members).to(device)
+
+    def times(self, count: int, device: torch.device | None) -> Tensor:
+        """(jobs, count): the times of the rows."""
+        size, shift = self.plan.unit
+        times = (self.numbers(device) * size - shift).unsqueeze(-1) + torch.arange(size, device=device)
+        return times.flatten(1)[:, self.skip : self.skip + count]
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows (jobs, *inner) of a tensor (b, n, heads, ...), counted in its first three axes.
 
-    `axes` unfold the jobs, evenly spaced from `first` on; or `firsts` (jobs, 3) lists where they begin, and
-    `times` (jobs, rows) the times of their rows if those are no runs.
+    `axes` unfold the jobs, evenly spaced from `first` on; or `firsts` (jobs, 3) lists where they begin. With
+    `blocks`, the rows of a job are those of several blocks of time.
     """
 
     first: Step
     axes: tuple[Axis, ...]
     inner: tuple[Axis, ...]
     firsts: Tensor | None = None
-    times: Tensor | None = None
+    blocks: Blocks | None = None
 
     @property
     def num_jobs(self) -> int:
@@ -89,14 +109,27 @@ class Rows:
             index = index.flatten()
         else:
             index = self.firsts @ torch.tensor(steps) - _dot(origin, steps)
-        if self.times is not None:
-            return (index.unsqueeze(-1) + self.times * steps[1]).flatten().to(device)
+        if self.blocks is not None:
+            times = self.blocks.times(self.inner[-1][0], device)
+            times = times * steps[1] if steps[1] != 1 else times
+            return (times + index.to(device).unsqueeze(-1)).flatten()
         for size, step in self.inner:
             index = index.unsqueeze(-1) + torch.arange(size) * _dot(step, steps)
         return index.flatten().to(device)
 
-    def read(self, slot: str, x: Tensor, workspace: Workspace, dtype: torch.dtype, origin: Origin = WHOLE) -> Tensor:
-        """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed."""
+    def read(
+        self,
+        slot: str,
+        x: Tensor,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        origin: Origin = WHOLE,
+        numbered: Numbered | None = None,
+    ) -> Tensor:
+        """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed.
+
+        `numbered` keeps the numbers of rows for another tensor of the same strides.
+        """
         shape = (*self.shape, *x.shape[3:])
         if self.firsts is None:
             view = self.view(x, origin)
@@ -106,7 +139,10 @@ class Rows:
             packed.view(view.shape).copy_(view)
             return packed
         flat = FlatRows.of(x)
-        index = self.numbers(flat.steps, origin, x.device)
+        numbered = {} if numbered is None else numbered
+        if flat.steps not in numbered:
+            numbered[flat.steps] = self.numbers(flat.steps, origin, x.device)
+        index = numbered[flat.steps]
         # In their own dtype first: index_select converts nothing.
         name = slot if x.dtype == dtype else f"{slot}_{x.dtype}"
         taken = workspace.take(name, shape, x.dtype, x.device)
@@ -125,9 +161,27 @@ class Rows:
         index = self.numbers(flat.steps, origin, x.device)
         flat.rows.index_copy_(0, index, packed.reshape(index.numel(), -1).to(x.dtype))
 
-    def add(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE, *, is_shared: bool = False) -> None:
-        """The packed values are added to the rows of `x`; `is_shared`: jobs may have rows in common."""
-        if self.firsts is None and not is_shared:
+    def add_blocks(self, sums: Tensor, packed: Tensor, origin: Origin) -> None:
+        """Adds rows (jobs, 1, rows, d) of blocks to sums (b, heads, blocks, size, d), from `origin` on.
+
+        Whole blocks are added, since rows would take a step each. Jobs may have blocks in common.
+        """
+        assert self.blocks is not None
+        assert self.firsts is not None
+        _, heads, num, size, d = sums.shape
+        blocks = self.blocks.numbers(sums.device)
+        missing = blocks.shape[1] * size - self.blocks.skip - packed.shape[2]
+        if self.blocks.skip or missing:
+            packed = torch.nn.functional.pad(packed, (0, 0, self.blocks.skip, missing))
+        batch, _, head = (self.firsts.to(sums.device) - torch.tensor(origin, device=sums.device)).unbind(1)
+        first = self.blocks.plan.unit[1] // size
+        index = (batch * heads + head)[:, None] * num + blocks - first
+        rows = sums.view(-1, size * d)
+        rows.index_add_(0, index.flatten(), packed.reshape(-1, size * d).to(sums.dtype))
+
+    def add(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
+        """The packed values are added to the rows of `x`."""
+        if self.firsts is None:
             view = self.view(x, origin)
             view.add_(packed.view(view.shape))
             return

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
 from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
 from .merge import add_null_keys
-from .rows import WHOLE, Origin, Rows, fold, split_box
+from .rows import WHOLE, Axis, Blocks, Numbered, Origin, Rows, fold, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
 FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
@@ -52,54 +52,73 @@ _SHAPE += ("opens_branch", "opens_queries", "opens_keys")
 def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
     if not len(plan):
         return
-    jobs = plan.jobs
+    jobs, size = plan.jobs, plan.unit[0]
     first_run = plan.runs[jobs[:, COLUMN["first_run"]]]
-    is_one = jobs[:, COLUMN["num_runs"]] == 1
-    key_step = torch.where(is_one, first_run[:, 1], 0)
-    shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, key_step], 1)
+    # What the keys of a batch have in common: their step, or the number of their blocks and where they begin.
+    key_step, num_blocks, skip = first_run[:, 1], jobs[:, COLUMN["num_runs"]], torch.zeros_like(first_run[:, 0])
+    if size:
+        skip = (first_run[:, 0] + plan.unit[1]) % size
+    alike = (jobs[:, COLUMN[name]] for name in _SHAPE)
+    shapes = torch.stack([*alike, plan.key_counts, key_step, num_blocks, skip], 1)
     kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
-    order = torch.argsort(which, stable=True)
-    names = ("batch", "head", "kv", "start")
-    places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_run[:, :1]], 1)
-    for kind, members in zip(kinds.tolist(), torch.split(order, sizes.tolist()), strict=True):
-        region, _, branch, heads, head_step, step, count, causal, phantom, *opens, keys, key_step = kind
-        fit = max(1, min(MAX_JOBS, budget // (row_bytes * (heads + 1) * max(count, keys))))
+    members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
+    for kind, those in zip(kinds.tolist(), members, strict=True):
+        region, _, branch, heads, head_step, step, count, causal, phantom, *rest = kind
+        *opens, keys, key_step, _, skipped = rest
+        fit = max(1, min(MAX_JOBS, budget // (row_bytes * (heads * count + keys))))
         inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
-        facts = (branch, bool(causal), phantom, *map(bool, opens))
-        for queries, key_rows in _rows(plan, members, places[members], fit, inner, keys, key_step):
-            yield region, Batch(queries, key_rows, *facts)
+        key_inner = ((1, (0, 0, 0)), (keys, (0, key_step, 0)))
+        rows = _block_rows if size else _run_rows
+        for queries, key_rows in rows(plan, those, fit, inner, key_inner, skipped):
+            yield region, Batch(queries, key_rows, branch, bool(causal), phantom, *map(bool, opens))
 
 
-def _rows(plan, members, places, fit, inner, num_keys, key_step):  # type: ignore[no-untyped-def]
-    """Where the queries and the keys of at most `fit` jobs lie, for all members."""
-    key_inner = ((1, (0, 0, 0)), (num_keys, (0, key_step, 0)))
-    if key_step:
-        boxes = list(fold(places))
-        if len(boxes) * FEW_BOXES <= len(places) or len(boxes) < FEW_BOXES:
-            for whole in boxes:
-                for box in split_box(whole, fit):
-                    batch, head, kv, start, key = box.values
-                    steps = [(size, step) for size, step in box.axes]
-                    q_axes = tuple((size, (s[0], s[3], s[1])) for size, s in steps)
-                    k_axes = tuple((size, (s[0], s[4], s[2])) for size, s in steps)
-                    yield (
-                        Rows((batch, start, head), q_axes, inner),
-                        Rows((batch, key, kv), k_axes, key_inner),
-                    )
-            return
-    even = -(-len(places) // -(-len(places) // fit))
-    for part in torch.split(torch.arange(len(places)), even):
-        times = None if key_step else plan.key_positions(plan.jobs[members[part]])
-        batch, head, kv, start, key = places[part].unbind(1)
-        if times is not None:
-            key = torch.zeros_like(key)
-        firsts = torch.stack([batch, start, head], 1), torch.stack([batch, key, kv], 1)
-        whole = next(fold(firsts[0]))
-        queries = Rows((0, 0, 0), (), inner, firsts[0])
-        if whole.size == len(part):
-            axes = tuple((size, (step[0], step[1], step[2])) for size, step in whole.axes)
-            queries = Rows((whole.values[0], whole.values[1], whole.values[2]), axes, inner)
-        yield queries, Rows((0, 0, 0), (), key_inner, firsts[1], times)
+Axes = tuple[Axis, ...]
+
+
+def _run_rows(
+    plan: Plan, those: Tensor, fit: int, inner: Axes, key_inner: Axes, _skip: int
+) -> Iterator[tuple[Rows, Rows]]:
+    """Where the queries and keys of at most `fit` jobs with one run of keys each lie."""
+    jobs = plan.jobs[those]
+    names = ("batch", "start", "head", "kv")
+    first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
+    places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
+    boxes = list(fold(places))
+    if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
+        for part in torch.split(places, _even(len(places), fit)):
+            yield (
+                Rows((0, 0, 0), (), inner, part[:, :3].contiguous()),
+                Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]].contiguous()),
+            )
+        return
+    for whole in boxes:
+        for box in split_box(whole, fit):
+            batch, start, head, kv, key = box.values
+            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
+            key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
+            yield Rows((batch, start, head), axes, inner), Rows((batch, key, kv), key_axes, key_inner)
+
+
+def _block_rows(
+    plan: Plan, those: Tensor, fit: int, inner: Axes, key_inner: Axes, skip: int
+) -> Iterator[tuple[Rows, Rows]]:
+    """Where the queries and keys of at most `fit` jobs with blocks of keys lie."""
+    for part in torch.split(those, _even(len(those), fit)):
+        jobs = plan.jobs[part]
+        firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
+        box = next(fold(firsts))
+        queries = Rows((0, 0, 0), (), inner, firsts)
+        if box.size == len(part):
+            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
+            queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
+        places = jobs[:, [COLUMN["batch"], COLUMN["region"], COLUMN["kv"]]]
+        places[:, 1] = 0  # blocks count time from 0
+        yield queries, Rows((0, 0, 0), (), key_inner, places, Blocks(plan, part, skip))
+
+
+def _even(total: int, at_most: int) -> int:
+    return -(-total // -(-total // at_most))
 
 
 class _Keys:
@@ -112,10 +131,9 @@ class _Keys:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
 
     def gather(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        inputs = self.inputs
-        k = rows.read("key", inputs.k, inputs.workspace, dtype)
-        v = rows.read("value", inputs.v, inputs.workspace, dtype)
-        mask = self.mask
+        inputs, mask, numbered = self.inputs, self.mask, Numbered()
+        k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
+        v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
         return k, v, None if mask is None else rows.read("mask", mask, inputs.workspace, torch.bool)
 
 
@@ -150,6 +168,7 @@ class _Block(NamedTuple):
 
     x: Tensor
     origin: Origin
+    blocks: Tensor | None = None  # (b, heads, blocks, size, d), of which `x` is a view
 
     @classmethod
     def of(cls, x: Tensor, region: Region, group: int) -> _Block:
@@ -163,6 +182,16 @@ class _Block(NamedTuple):
         if self.x.dtype == dtype:
             return self
         return _Block(inputs.workspace.take(slot, tuple(self.x.shape), dtype, self.x.device), self.origin)
+
+
+    def in_blocks(self, slot: str, plan: Plan, inputs: Inputs) -> _Block:
+        """Sums of blocks of keys that several jobs have in common, for scratch of the same size."""
+        b, n, heads, d = self.x.shape
+        size, before = plan.unit[0], plan.unit[1] % plan.unit[0]
+        shape = (b, heads, -(-(before + n) // size), size, d)
+        blocks = inputs.workspace.take(slot, shape, inputs.accumulate_dtype, self.x.device)
+        view = blocks.view(b, heads, -1, d)[:, :, before : before + n].transpose(1, 2)
+        return _Block(view, self.origin, blocks)
 
 
 def _group(inputs: Inputs) -> int:
@@ -179,7 +208,7 @@ def _attend(
     alone: bool = False,
 ) -> None:
     """Attends the batches into blocks of out and of lse; `alone`: their branch has these to itself."""
-    (out, origin), (lse, _) = sums
+    out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
     for batch in batches:
         part, lse_part = op.forward(*_pack(op, batch, inputs, keys))
         if batch.phantom:
@@ -222,16 +251,18 @@ def backward(
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
         sums = [block.wide(slot, inputs) for slot, block in zip(slots, blocks, strict=True)]
+        if plan.unit[0]:
+            sums[1:] = [x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)]
         for block, is_covered in zip(sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True):
             if not is_covered:
-                block.x.zero_()
+                (block.x if block.blocks is None else block.blocks).zero_()
         dq, dk, dv = sums
         for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):
             for batch in those:
                 parts = _gradients(op, batch, inputs, merged, out, keys)
                 _put(batch.queries, dq, parts[0], batch.opens_queries)
                 for block, part in ((dk, parts[1]), (dv, parts[2])):
-                    _put(batch.keys, block, part, batch.opens_keys, is_shared=plan.shares_keys)
+                    _put(batch.keys, block, part, batch.opens_keys)
         for chunk in () if remote is None else remote.chunks_with_gradients(region, dk.x, dv.x):
             for _, more in batches_of(chunk.plan, inputs):
                 for batch in more:
@@ -245,11 +276,13 @@ def backward(
     return dq_result, dk_result, dv_result
 
 
-def _put(rows: Rows, block: _Block, part: Tensor, opens: bool, *, is_shared: bool = False) -> None:
-    if opens:
+def _put(rows: Rows, block: _Block, part: Tensor, opens: bool) -> None:
+    if block.blocks is not None:
+        rows.add_blocks(block.blocks, part, block.origin)
+    elif opens:
         rows.write(block.x, part, block.origin)
     else:
-        rows.add(block.x, part, block.origin, is_shared=is_shared)
+        rows.add(block.x, part, block.origin)
 
 
 def _gradients(

@@ -98,8 +98,9 @@ class Plan:
     # The first stage of a region writes every row of it, so that nothing needs initial values.
     covers_queries: bool = False
     covers_keys: bool = False
-    shares_keys: bool = False  # jobs of one stage may have keys in common
     detaches: bool = False  # mixing weights are constants in backward
+    # Runs of keys are blocks of so many rows, aligned to it where time 0 is the second number; or any runs.
+    unit: tuple[int, int] = (0, 0)
     budget: int = 0  # bytes of rows that kernels pack at a time; 0 for all of the workspace
     by_kernel: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from the tables
 
@@ -124,14 +125,11 @@ class Plan:
     def nbytes(self) -> int:
         return self.jobs.nbytes + self.runs.nbytes
 
-    def key_positions(self, jobs: Tensor) -> Tensor:
-        """(jobs, keys): the positions of the keys of rows of the table that have equally many."""
-        first, num = jobs[:, COLUMN["first_run"]], jobs[:, COLUMN["num_runs"]]
-        which = expand_ranges(first, num)
-        start, step, count, _ = self.runs[which].unbind(1)
-        inside = torch.arange(int(count.sum())) - torch.repeat_interleave(count.cumsum(0) - count, count)
-        times = torch.repeat_interleave(start, count) + inside * torch.repeat_interleave(step, count)
-        return times.view(len(jobs), -1)
+    def key_blocks(self, members: Tensor) -> Tensor:
+        """(jobs, blocks): the numbers of the key blocks of jobs that have equally many."""
+        jobs, (size, shift) = self.jobs[members], self.unit
+        which = jobs[:, COLUMN["first_run"], None] + torch.arange(int(jobs[0, COLUMN["num_runs"]]))
+        return (self.runs[:, 0][which] + shift) // size
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan with its tables on a device."""
