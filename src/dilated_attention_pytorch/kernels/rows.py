@@ -49,15 +49,17 @@ def _has_rows(x: Tensor, d: int) -> bool:
 
 
 class Blocks(NamedTuple):
-    """Blocks of `size` rows that jobs of a plan keep, but for the first `skip` rows of the first one."""
+    """`num` of the blocks of rows that jobs of a plan keep, but for the first `skip` rows of the first one."""
 
     plan: Plan
     members: Tensor  # (jobs,) their numbers in the plan
+    first: int
+    num: int
     skip: int
 
     def numbers(self, device: torch.device | None) -> Tensor:
         """(jobs, blocks); made at each use, as they take more memory than the plan."""
-        return self.plan.key_blocks(self.members).to(device)
+        return self.plan.key_blocks(self.members, self.first, self.num).to(device)
 
     def times(self, count: int, device: torch.device | None) -> Tensor:
         """(jobs, count): the times of the rows."""

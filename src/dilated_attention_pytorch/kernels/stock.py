@@ -12,20 +12,26 @@ from torch import Tensor
 
 from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
 from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
-from .merge import add_null_keys
+from .merge import add_null_keys, merge_
 from .rows import WHOLE, Axis, Blocks, Numbered, Origin, Rows, fold, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
 FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
 
 
+class Keys(NamedTuple):
+    """Keys (jobs, 1, rows) that an op attends at a time; causal ones are at the queries' own positions."""
+
+    rows: Rows
+    is_causal: bool
+
+
 class Batch(NamedTuple):
-    """Jobs of one shape that are attended together: queries (jobs, heads, rows), keys (jobs, 1, rows)."""
+    """Jobs of one shape that are attended together: queries (jobs, heads, rows) with their keys."""
 
     queries: Rows
-    keys: Rows
+    keys: tuple[Keys, ...]
     branch: int
-    is_causal: bool
     phantom: int
     opens_branch: bool  # no earlier job of the branch met these query rows
     opens_queries: bool  # nor of any other branch
@@ -53,68 +59,84 @@ def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Bat
     if not len(plan):
         return
     jobs, size = plan.jobs, plan.unit[0]
-    first_run = plan.runs[jobs[:, COLUMN["first_run"]]]
+    first, num = jobs[:, COLUMN["first_run"]], jobs[:, COLUMN["num_runs"]]
     # What the keys of a batch have in common: their step, or the number of their blocks and where they begin.
-    key_step, num_blocks, skip = first_run[:, 1], jobs[:, COLUMN["num_runs"]], torch.zeros_like(first_run[:, 0])
+    common = [plan.runs[first, 1]]
     if size:
-        skip = (first_run[:, 0] + plan.unit[1]) % size
-    alike = (jobs[:, COLUMN[name]] for name in _SHAPE)
-    shapes = torch.stack([*alike, plan.key_counts, key_step, num_blocks, skip], 1)
+        common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
+    shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
     kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
     members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
     for kind, those in zip(kinds.tolist(), members, strict=True):
-        region, _, branch, heads, head_step, step, count, causal, phantom, *rest = kind
-        *opens, keys, key_step, _, skipped = rest
-        fit = max(1, min(MAX_JOBS, budget // (row_bytes * (heads * count + keys))))
+        region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
         inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
-        key_inner = ((1, (0, 0, 0)), (keys, (0, key_step, 0)))
+        budget_rows = budget // row_bytes
         rows = _block_rows if size else _run_rows
-        for queries, key_rows in rows(plan, those, fit, inner, key_inner, skipped):
-            yield region, Batch(queries, key_rows, branch, bool(causal), phantom, *map(bool, opens))
+        for queries, keys in rows(plan, those, budget_rows, inner, bool(causal), *kind[len(_SHAPE) :]):
+            yield region, Batch(queries, keys, branch, phantom, *map(bool, opens))
 
 
 Axes = tuple[Axis, ...]
+Found = Iterator[tuple[Rows, tuple[Keys, ...]]]
 
 
 def _run_rows(
-    plan: Plan, those: Tensor, fit: int, inner: Axes, key_inner: Axes, _skip: int
-) -> Iterator[tuple[Rows, Rows]]:
-    """Where the queries and keys of at most `fit` jobs with one run of keys each lie."""
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, key_step: int
+) -> Found:
+    """Where the queries and keys of jobs with one run of keys each lie, at most `budget` rows together."""
     jobs = plan.jobs[those]
+    fit = max(1, min(MAX_JOBS, budget // (inner[0][0] * inner[1][0] + num_keys)))
+    key_inner = ((1, (0, 0, 0)), (num_keys, (0, key_step, 0)))
     names = ("batch", "start", "head", "kv")
     first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
     places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
     boxes = list(fold(places))
     if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
         for part in torch.split(places, _even(len(places), fit)):
-            yield (
-                Rows((0, 0, 0), (), inner, part[:, :3].contiguous()),
-                Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]].contiguous()),
-            )
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]])
+            yield Rows((0, 0, 0), (), inner, part[:, :3]), (Keys(keys, is_causal),)
         return
     for whole in boxes:
         for box in split_box(whole, fit):
             batch, start, head, kv, key = box.values
             axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
             key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
-            yield Rows((batch, start, head), axes, inner), Rows((batch, key, kv), key_axes, key_inner)
+            keys = Rows((batch, key, kv), key_axes, key_inner)
+            yield Rows((batch, start, head), axes, inner), (Keys(keys, is_causal),)
 
 
 def _block_rows(
-    plan: Plan, those: Tensor, fit: int, inner: Axes, key_inner: Axes, skip: int
-) -> Iterator[tuple[Rows, Rows]]:
-    """Where the queries and keys of at most `fit` jobs with blocks of keys lie."""
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, *blocks: int
+) -> Found:
+    """The same for jobs with blocks of keys, which are attended as many at a time as fit."""
+    num, skip, last_skip = blocks
+    size, (heads, _), (count, _) = plan.unit[0], *inner
+    own = count if is_causal else 0
+    full, num = num_keys - own, num - is_causal
+    most = max(1, min(num, budget // size - heads))
+    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
     for part in torch.split(those, _even(len(those), fit)):
         jobs = plan.jobs[part]
         firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
         box = next(fold(firsts))
         queries = Rows((0, 0, 0), (), inner, firsts)
         if box.size == len(part):
-            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
+            axes = tuple((each, (step[0], step[1], step[2])) for each, step in box.axes)
             queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
-        places = jobs[:, [COLUMN["batch"], COLUMN["region"], COLUMN["kv"]]]
+        places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
         places[:, 1] = 0  # blocks count time from 0
-        yield queries, Rows((0, 0, 0), (), key_inner, places, Blocks(plan, part, skip))
+        pieces = [(num, 1, last_skip, own, True)] if is_causal else []
+        for first in range(0, num, most):
+            skipped, here = skip if first == 0 else 0, min(most, num - first)
+            rows = min(full + skip - first * size, here * size) - skipped
+            pieces.append((first, here, skipped, rows, False))
+        yield queries, tuple(
+            Keys(
+                Rows((0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)),
+                causal,
+            )
+            for *which, rows, causal in pieces
+        )
 
 
 def _even(total: int, at_most: int) -> int:
@@ -142,12 +164,10 @@ def _tile_dtype(op: Op, inputs: Inputs) -> torch.dtype:
 
 
 def _pack(
-    op: Op, batch: Batch, inputs: Inputs, keys: _Keys | Chunk
-) -> tuple[Tensor, Tensor, Tensor, How]:
-    """q (jobs, heads, rows, d), k and v (jobs, 1, rows, d) of a batch, and how they attend."""
-    dtype = _tile_dtype(op, inputs)
-    q = batch.queries.read("query", inputs.q, inputs.workspace, dtype)
-    k, v, mask = keys.gather(batch.keys, dtype)
+    batch: Batch, part: Keys, dtype: torch.dtype, inputs: Inputs, keys: _Keys | Chunk
+) -> tuple[Tensor, Tensor, How]:
+    """k and v (jobs, 1, rows, d) of a part of the keys of a batch, and how they are attended."""
+    k, v, mask = keys.gather(part.rows, dtype)
     if mask is not None and bool(mask.all()):
         mask = None
     if mask is not None and not inputs.hides_zeros:
@@ -157,10 +177,10 @@ def _pack(
     dropout = None
     if inputs.dropout_p:
         _, n, h, _ = inputs.q.shape
-        rows = batch.queries.numbers((n * h, h, 1), device=q.device).view(q.shape[:3])
-        times = batch.keys.numbers((0, 1, 0), device=q.device).view(k.shape[:3])
+        rows = batch.queries.numbers((n * h, h, 1), device=k.device).view(batch.queries.shape)
+        times = part.rows.numbers((0, 1, 0), device=k.device).view(k.shape[:3])
         dropout = Dropout(inputs.dropout_p, mix_seed(inputs.seed + batch.branch), rows, times)
-    return q, k, v, How(batch.is_causal, inputs.scale, mask, dropout)
+    return k, v, How(part.is_causal, inputs.scale, mask, dropout)
 
 
 class _Block(NamedTuple):
@@ -209,8 +229,13 @@ def _attend(
 ) -> None:
     """Attends the batches into blocks of out and of lse; `alone`: their branch has these to itself."""
     out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
+    dtype = _tile_dtype(op, inputs)
     for batch in batches:
-        part, lse_part = op.forward(*_pack(op, batch, inputs, keys))
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype)
+        part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
+        for more in batch.keys[1:]:
+            part, lse_part = part.to(inputs.accumulate_dtype), lse_part
+            merge_(part, lse_part, *op.forward(q, *_pack(batch, more, dtype, inputs, keys)))
         if batch.phantom:
             part, lse_part = add_null_keys(part, lse_part, batch.phantom)
         if batch.opens_queries or (alone and batch.opens_branch):
@@ -228,7 +253,8 @@ def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) 
     lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
     for region, batches in batches_of(plan, inputs):
         block, lse_block = (_Block.of(x, region, group) for x in (out, lse.transpose(1, 2)))
-        sums = block.wide("acc_out", inputs), lse_block
+        is_final = plan.is_one_stage and remote is None  # nothing is merged into it
+        sums = block if is_final else block.wide("acc_out", inputs), lse_block
         if not plan.covers_queries:
             sums[0].x.zero_()
             lse_block.x.fill_(-math.inf)
@@ -251,24 +277,20 @@ def backward(
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
         sums = [block.wide(slot, inputs) for slot, block in zip(slots, blocks, strict=True)]
+        if plan.is_one_stage and remote is None:
+            sums[0] = blocks[0]
         if plan.unit[0]:
             sums[1:] = [x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)]
         for block, is_covered in zip(sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True):
             if not is_covered:
                 (block.x if block.blocks is None else block.blocks).zero_()
-        dq, dk, dv = sums
         for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):
             for batch in those:
-                parts = _gradients(op, batch, inputs, merged, out, keys)
-                _put(batch.queries, dq, parts[0], batch.opens_queries)
-                for block, part in ((dk, parts[1]), (dv, parts[2])):
-                    _put(batch.keys, block, part, batch.opens_keys)
-        for chunk in () if remote is None else remote.chunks_with_gradients(region, dk.x, dv.x):
+                _put_gradients(op, batch, inputs, merged, out, keys, sums)
+        for chunk in () if remote is None else remote.chunks_with_gradients(region, sums[1].x, sums[2].x):
             for _, more in batches_of(chunk.plan, inputs):
                 for batch in more:
-                    d_q, d_k, d_v = _gradients(op, batch, inputs, merged, _Block(merged.out, WHOLE), chunk)
-                    _put(batch.queries, dq, d_q, False)
-                    chunk.add(batch.keys, d_k, d_v)
+                    _put_gradients(op, batch, inputs, merged, _Block(merged.out, WHOLE), chunk, sums[:1])
         for block, total in zip(blocks, sums, strict=True):
             if total.x is not block.x:
                 block.x.copy_(total.x)
@@ -285,21 +307,38 @@ def _put(rows: Rows, block: _Block, part: Tensor, opens: bool) -> None:
         rows.add(block.x, part, block.origin)
 
 
-def _gradients(
-    op: Op, batch: Batch, inputs: Inputs, merged: Merged, out: _Block, keys: _Keys | Chunk
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch's share of dq, dk and dv; `out` is what its backward subtracts."""
-    q, k, v, how = _pack(op, batch, inputs, keys)
-    rows, workspace, dtype = batch.queries, inputs.workspace, inputs.accumulate_dtype
-    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, dtype)
+def _put_gradients(
+    op: Op,
+    batch: Batch,
+    inputs: Inputs,
+    merged: Merged,
+    out: _Block,
+    keys: _Keys | Chunk,
+    sums: list[_Block],
+) -> None:
+    """A batch's share of dq and, if they are among the sums, dk and dv; `out` is what backward subtracts."""
+    rows, workspace, dtype = batch.queries, inputs.workspace, _tile_dtype(op, inputs)
+    q = rows.read("query", inputs.q, workspace, dtype)
+    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
     # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf).
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    packed_out = rows.read("out", out.x, workspace, q.dtype, out.origin)
-    grad_out = rows.read("grad_out", merged.grad_out, workspace, q.dtype)
+    packed_out = rows.read("out", out.x, workspace, dtype, out.origin)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype)
     grad_lse = None
     if merged.grad_lse is not None:
-        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, dtype)
-    return op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
+        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
+    dq = None
+    for part in batch.keys:
+        k, v, how = _pack(batch, part, dtype, inputs, keys)
+        d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
+        dq = d_q if dq is None else dq.to(inputs.accumulate_dtype).add_(d_q)
+        if isinstance(keys, _Keys):
+            _put(part.rows, sums[1], d_k, batch.opens_keys)
+            _put(part.rows, sums[2], d_v, batch.opens_keys)
+        else:
+            keys.add(part.rows, d_k, d_v)
+    assert dq is not None
+    _put(rows, sums[0], dq, batch.opens_queries)
 
 
 def _outputs(

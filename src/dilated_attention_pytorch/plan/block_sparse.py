@@ -23,9 +23,8 @@ class Meeting(NamedTuple):
     layout: Tensor  # (rows,)
     row: Tensor  # (rows,) the first of the joined ones
     columns: Tensor  # (rows, blocks) int32
-    stage: int
-    is_causal: bool
-    opens: bool
+    has_diagonal: bool  # the rows also meet their own block, up to the diagonal
+    stage: int = 0
     join: int = 1
 
 
@@ -39,30 +38,30 @@ def plan_blocks(
     queries: Range | None = None,
     keys: Range | None = None,
 ) -> Plan:
-    """The jobs of a pattern, cut so that the rows that a kernel packs fit `workspace_bytes`.
+    """The jobs of a pattern: a block of rows with the blocks that it keeps, its own one last if causal.
 
     Of a part of it: queries and keys in windows [from, to) of positions, the same or disjoint ones, which may
-    cut blocks. Times count from the first query. A job is never less than one block of rows with one block of
-    keys. The sums of key and value gradients of a region, of the size of its keys and values, stand beside it.
+    cut blocks. Times count from the first query. Where sums need scratch of their own size (those of key and
+    value gradients; float32 sums of half precision) the output is cut into regions, for which they fit
+    `workspace_bytes`, but at least one key head.
     """
     queries = (0, pattern.n) if queries is None else queries
     keys = queries if keys is None else keys
-    budget = workspace_bytes * (2 if direction == "forward" else 1)  # the other half is for gradients
-    group = shape.h // shape.h_kv if len(pattern) == 1 else 1
-    each = bytes_a_row(shape.d, itemsize) * pattern.block_size
-    most = max(1, budget // each - group)
-    tables, met = [], torch.zeros(len(pattern), max(1, pattern.rows), dtype=torch.bool)
-    for meeting in _meetings(pattern, queries, keys, most):
-        if meeting.opens:
-            met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
+    met = torch.zeros(len(pattern), max(1, pattern.rows), dtype=torch.bool)
+    tables, stages = [], 1
+    for meeting in _meetings(pattern, queries, keys):
+        met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
+        stages = max(stages, meeting.stage + 1)
         tables.append(_jobs(pattern, shape, meeting, queries, keys))
     first, end = blocks_of(queries, pattern.block_size)
-    regions = _regions(pattern, shape, itemsize, direction, workspace_bytes, is_whole=queries[0] == 0)
+    # Blocks, or joined ones, begin at multiples of their size only if the window does.
+    can_cut = queries[0] == 0 and direction == "forward" and stages > 1
+    regions = _regions(pattern.block_size, shape, itemsize, direction, workspace_bytes, can_cut)
     placed = [(_place(jobs, regions), runs) for jobs, runs in tables]
+    budget = workspace_bytes * (2 if direction == "forward" else 1)  # the other half is for gradients
     covers = bool(met[:, first:end].all())
-    facts = {"covers_queries": covers, "budget": budget}
     unit = (pattern.block_size, queries[0])
-    return make_plan(placed, shape, regions, unit=unit, **facts)
+    return make_plan(placed, shape, regions, unit=unit, covers_queries=covers, budget=budget)
 
 
 def blocks_of(window: Range, size: int) -> Range:
@@ -74,50 +73,36 @@ def expand_rows(meeting: Meeting) -> Tensor:
     return (meeting.row[:, None] + torch.arange(meeting.join)).flatten()
 
 
-def _meetings(pattern: BlockPattern, queries: Range, keys: Range, most: int) -> Iterator[Meeting]:
+def _meetings(pattern: BlockPattern, queries: Range, keys: Range) -> Iterator[Meeting]:
     """Rows of all layouts that keep equally many blocks; those with a block that a window cuts apart."""
     size = pattern.block_size
     (first_row, end_row), (first_column, end_column) = blocks_of(queries, size), blocks_of(keys, size)
-    entries = torch.repeat_interleave(torch.arange(len(pattern) * pattern.rows), pattern.starts.diff())
-    row, columns = entries % pattern.rows, pattern.columns
+    ids = torch.repeat_interleave(torch.arange(len(pattern) * pattern.rows), pattern.starts.diff())
+    row, columns = ids % pattern.rows, pattern.columns
     if (first_row, end_row, first_column, end_column) != (0, pattern.rows, 0, pattern.rows):
         inside = (row >= first_row) & (row < end_row) & (columns >= first_column) & (columns < end_column)
-        entries, row, columns = entries[inside], row[inside], columns[inside]
-    has_diagonal = torch.zeros(len(pattern) * pattern.rows, dtype=torch.bool)
-    if pattern.is_causal and queries == keys:
-        is_diagonal = columns == row
-        which, own = entries[is_diagonal], row[is_diagonal]
-        yield Meeting(which // pattern.rows, own, own[:, None].to(columns.dtype), 0, True, True)
-        entries, columns = entries[~is_diagonal], columns[~is_diagonal]
-        has_diagonal[which] = True
-    if not entries.numel():
+        ids, columns = ids[inside], columns[inside]
+    if not ids.numel():
         return
-    ids, counts = torch.unique_consecutive(entries, return_counts=True)
+    ids, counts = torch.unique_consecutive(ids, return_counts=True)
     starts, rows = counts.cumsum(0) - counts, ids % pattern.rows
+    first, last = columns[starts].long(), columns[starts + counts - 1].long()
+    # Columns rise: the block of a causal row itself is the last one.
+    has_diagonal = (last == rows) & (pattern.is_causal and queries == keys)
     is_cut = _length(rows, queries, size) < size
-    is_cut |= _length(columns[starts].long(), keys, size) < size
-    is_cut |= _length(columns[starts + counts - 1].long(), keys, size) < size
-    kind = (counts * 2 + has_diagonal[ids]) * 2 + is_cut
+    is_cut |= (_length(first, keys, size) < size) | (_length(last, keys, size) < size)
+    kind = (counts * 2 + has_diagonal) * 2 + is_cut
     order = torch.argsort(kind, stable=True)
     kinds, lengths = torch.unique_consecutive(kind[order], return_counts=True)
     for code, which in zip(kinds.tolist(), torch.split(order, lengths.tolist()), strict=True):
-        kept = columns[starts[which][:, None] + torch.arange(code // 4)]
-        meeting = Meeting(ids[which] // pattern.rows, rows[which], kept, 1, False, code % 4 < 2)
-        yield from _in_pieces(meeting, most, size, joins=code % 2 == 0)
+        diagonal = code // 2 % 2
+        kept = columns[starts[which][:, None] + torch.arange(code // 4 - diagonal)]
+        meeting = Meeting(ids[which] // pattern.rows, rows[which], kept, bool(diagonal))
+        yield from [meeting] if code % 2 else _join(meeting, size)
 
 
 def _length(rows: Tensor, window: Range, size: int) -> Tensor:
     return ((rows + 1) * size).clamp(max=window[1]) - (rows * size).clamp(min=window[0])
-
-
-def _in_pieces(meeting: Meeting, most: int, size: int, joins: bool) -> Iterator[Meeting]:
-    """Meetings of at most so many blocks; neighbours meet the small blocks that they share together."""
-    for joined in _join(meeting, size) if joins else [meeting]:
-        num, stage = joined.columns.shape[1], joined.stage
-        for start in range(0, num, most):
-            opens = joined.opens and start == 0
-            yield joined._replace(columns=joined.columns[:, start : start + most], stage=stage, opens=opens)
-            stage += 1
 
 
 def _join(meeting: Meeting, size: int) -> list[Meeting]:
@@ -147,14 +132,14 @@ def _join(meeting: Meeting, size: int) -> list[Meeting]:
     found = []
     if bool(alone.any()):
         kept = meeting.layout[alone], meeting.row[alone], meeting.columns[alone]
-        found.append(Meeting(*kept, *meeting[3:]))
+        found.append(Meeting(*kept, meeting.has_diagonal))
     for shared in torch.unique(num_shared[pays]).tolist():
         these = pays & (num_shared == shared)
-        together = Meeting(layouts[these, 0], rows[these, 0], ordered[these, 0, :shared], *meeting[3:6], join)
-        found.append(together)
-        if shared < num:
-            rest = layouts[these].flatten(), rows[these].flatten(), ordered[these].flatten(0, 1)[:, shared:]
-            found.append(Meeting(*rest, meeting.stage + 2**20, False, False))
+        own = ordered[these]
+        found.append(Meeting(layouts[these, 0], rows[these, 0], own[:, 0, :shared], False, 0, join))
+        if shared < num or meeting.has_diagonal:
+            rest = layouts[these].flatten(), rows[these].flatten(), own.flatten(0, 1)[:, shared:]
+            found.append(Meeting(*rest, meeting.has_diagonal, 1))
     return found
 
 
@@ -162,10 +147,12 @@ def _jobs(
     pattern: BlockPattern, shape: Shape, meeting: Meeting, queries: Range, keys: Range
 ) -> tuple[Tensor, Tensor]:
     """A table of jobs and one of runs, for all heads and batches that the layouts serve."""
-    size, num = pattern.block_size, meeting.columns.shape[1]
+    size, columns = pattern.block_size, meeting.columns.long()
     first, last = meeting.row * size, (meeting.row + meeting.join) * size
     begin = first.clamp(min=queries[0])
-    columns = meeting.columns.long().flatten()
+    if meeting.has_diagonal:
+        columns = torch.cat([columns, meeting.row[:, None]], 1)
+    num, columns = columns.shape[1], columns.flatten()
     low = (columns * size).clamp(min=keys[0])
     count = ((columns + 1) * size).clamp(max=keys[1]) - low
     runs = torch.stack([low - queries[0], torch.ones_like(low), count, torch.ones_like(low)], 1)
@@ -179,9 +166,9 @@ def _jobs(
         "count": last.clamp(max=queries[1]) - begin,
         "first_run": torch.arange(len(jobs)) * num,
         "num_runs": num,
-        "causal": int(meeting.is_causal),
-        "opens_branch": int(meeting.opens),
-        "opens_queries": int(meeting.opens),
+        "causal": int(meeting.has_diagonal),
+        "opens_branch": int(meeting.stage == 0),
+        "opens_queries": int(meeting.stage == 0),
     }
     for name, value in values.items():
         jobs[:, COLUMN[name]] = value
@@ -205,29 +192,20 @@ def _jobs(
 
 
 def _regions(
-    pattern: BlockPattern,
-    shape: Shape,
-    itemsize: int,
-    direction: Pass,
-    workspace_bytes: int,
-    is_whole: bool,
+    size: int, shape: Shape, itemsize: int, direction: Pass, workspace_bytes: int, can_cut: bool
 ) -> tuple[Region, ...]:
     """Forward all at once, or what float32 sums of half precision leave room for; backward by key heads."""
     b, n, h, h_kv, d = shape
-    whole = Region((0, b), (0, n), (0, h_kv))
-    a_head = (2 if direction == "backward" else h // h_kv) * d * max(4, itemsize)
-    if direction == "forward" and itemsize >= 4:
-        return (whole,)
-    rows = n
-    if direction == "forward" and is_whole:  # else blocks, or joined ones, may begin anywhere
-        aligned = max(1, JOINED_ROWS // pattern.block_size) * pattern.block_size
+    if direction == "forward" and (itemsize >= 4 or not can_cut):
+        return (Region((0, b), (0, n), (0, h_kv)),)
+    a_head, rows = (2 if direction == "backward" else h // h_kv) * d * max(4, itemsize), n
+    if can_cut:
+        aligned = max(1, JOINED_ROWS // size) * size
         rows = min(n, max(1, workspace_bytes // (2 * a_head * aligned)) * aligned)
-    kv_fit = max(1, min(h_kv, workspace_bytes // (a_head * rows)))
-    batches = [(i, 1) for i in range(b)] if direction == "backward" or rows < n else even_parts(b, b)
+    kv_fit = max(1, min(h_kv, workspace_bytes // (a_head * max(1, rows))))
     times = [(start, min(rows, n - start)) for start in range(0, n, rows)]
-    return tuple(
-        Region(batch, time, kv) for batch in batches for kv in even_parts(h_kv, kv_fit) for time in times
-    )
+    kvs = even_parts(h_kv, kv_fit)
+    return tuple(Region((batch, 1), time, kv) for batch in range(b) for kv in kvs for time in times)
 
 
 def _place(jobs: Tensor, regions: tuple[Region, ...]) -> Tensor:

@@ -99,7 +99,7 @@ class Plan:
     covers_queries: bool = False
     covers_keys: bool = False
     detaches: bool = False  # mixing weights are constants in backward
-    # Runs of keys are blocks of so many rows, aligned to it where time 0 is the second number; or any runs.
+    # Runs of keys are blocks of so many rows, from multiples of it on, if time 0 is the second number.
     unit: tuple[int, int] = (0, 0)
     budget: int = 0  # bytes of rows that kernels pack at a time; 0 for all of the workspace
     by_kernel: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from the tables
@@ -125,10 +125,15 @@ class Plan:
     def nbytes(self) -> int:
         return self.jobs.nbytes + self.runs.nbytes
 
-    def key_blocks(self, members: Tensor) -> Tensor:
-        """(jobs, blocks): the numbers of the key blocks of jobs that have equally many."""
-        jobs, (size, shift) = self.jobs[members], self.unit
-        which = jobs[:, COLUMN["first_run"], None] + torch.arange(int(jobs[0, COLUMN["num_runs"]]))
+    @cached_property
+    def is_one_stage(self) -> bool:
+        """No row is met twice: results need no sums."""
+        return not bool((self.column("opens_queries") == 0).any())
+
+    def key_blocks(self, members: Tensor, first: int, num: int) -> Tensor:
+        """(jobs, num): the numbers of some of the key blocks of jobs, from each one's `first` on."""
+        size, shift = self.unit
+        which = self.column("first_run")[members, None] + torch.arange(first, first + num)
         return (self.runs[:, 0][which] + shift) // size
 
     def to(self, device: torch.device | str) -> Plan:
