@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dilated_attention_pytorch import (
     BlockPattern,
+    Execution,
     SparsePatternConfig,
     block_sparse_attention,
     build_block_pattern,
@@ -24,6 +25,7 @@ from dilated_attention_pytorch.plan import block_sparse, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations
 from support.exactness import check_call
+from support.executions import packed
 from support.tolerances import assert_close, assert_same_gradients
 
 STRUCTURED = ("local_window", "dilated_sparse", "global_local", "strided", "hierarchical")
@@ -44,9 +46,7 @@ def check_against_reference(config: BlockConfiguration, dtype: torch.dtype, kern
         dtype,
         partial(block_sparse_attention, pattern=pattern),
         partial(block_sparse_attention_reference, mask=pattern.to_dense()),
-        workspace_bytes=config.workspace_bytes,
-        memory=config.memory,
-        kernel=kernel,
+        execution=Execution(kernel, config.workspace_bytes, config.memory),
     )
 
 
@@ -91,7 +91,7 @@ def random_pattern(n: int = 75, size: int = 8, layouts: int = 1, density: float 
 
 def run_with_gradients(tensors: list[Tensor], pattern: BlockPattern, **options: Any) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out, lse = block_sparse_attention(*leaves, pattern, return_lse=True, **options)
+    out, lse = block_sparse_attention(*leaves, pattern, return_lse=True, **packed(options))
     loss = out.square().sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
@@ -116,7 +116,8 @@ def test_joined_neighbours(kind: Any, causal: bool, h_kv: int, monkeypatch: pyte
     tensors = [x[:1].requires_grad_() for x in qkv(n, 2, h_kv)]
     mask = torch.rand(1, n) > 0.1
     options: Any = {"is_causal": causal, "key_mask": mask}
-    out = block_sparse_attention(*tensors, pattern, workspace_bytes=2**20, use_pattern_cache=False, **options)
+    execution = Execution(workspace_bytes=2**20, use_pattern_cache=False)
+    out = block_sparse_attention(*tensors, pattern, execution=execution, **options)
     expected = block_sparse_attention_reference(*tensors, pattern.to_dense(), **options)
     assert isinstance(expected, Tensor)
     assert_close(out, expected, torch.float64)
@@ -160,7 +161,7 @@ def test_the_future_cannot_change_the_past(which: str, value: float, layouts: in
     tensors = dict(zip("qkv", qkv(dtype=torch.float32), strict=True))
     pattern = random_pattern(layouts=layouts)
     for workspace_bytes in (1, 2**22):
-        options = {"is_causal": True, "workspace_bytes": workspace_bytes}
+        options = {"is_causal": True, "execution": Execution(workspace_bytes=workspace_bytes)}
         before = block_sparse_attention(*tensors.values(), pattern, **options)
         for token in (1, 8, 43, 74):
             changed = {name: x.clone() for name, x in tensors.items()}
@@ -335,7 +336,7 @@ def test_gradcheck(layouts: int, causal: bool, workspace_bytes: int) -> None:
             is_causal=causal,
             key_mask=mask,
             return_lse=True,
-            workspace_bytes=workspace_bytes,
+            execution=Execution(workspace_bytes=workspace_bytes),
         )
         return out, torch.where(lse.isfinite(), lse, 0.0)
 
@@ -353,7 +354,7 @@ def test_dropout_acts_on_probabilities(workspace_bytes: int, causal: bool) -> No
     n, p = 60, 0.3
     q, k = (torch.randn(1, n, 2, n, dtype=torch.float64) for _ in range(2))
     v, pattern = identity_values(n, 2), random_pattern(n, 8, layouts=2, density=0.6)
-    options = {"is_causal": causal, "workspace_bytes": workspace_bytes, "return_lse": True}
+    options = packed({"is_causal": causal, "workspace_bytes": workspace_bytes, "return_lse": True})
     plain, plain_lse = block_sparse_attention(q, k, v, pattern, **options)
     torch.manual_seed(3)
     dropped, lse = block_sparse_attention(q, k, v, pattern, dropout_p=p, **options)
@@ -385,7 +386,8 @@ def test_dropout_draws_anew_for_every_panel_row_and_head() -> None:
     for layout in (eye, eye.expand(4, 4, 4), eye.expand(8, 4, 4)):
         pattern = BlockPattern.from_layout(layout, 64, 16)
         for workspace_bytes in (1, 2**23):
-            out = block_sparse_attention(q, q, v, pattern, dropout_p=0.5, workspace_bytes=workspace_bytes)
+            execution = Execution(workspace_bytes=workspace_bytes)
+            out = block_sparse_attention(q, q, v, pattern, dropout_p=0.5, execution=execution)
             parts = [part for head in out.transpose(1, 2).flatten(0, 1) for part in head.split(16)]
             assert len({tuple((part != 0).flatten().tolist()) for part in parts}) == len(parts) == 32
 
@@ -397,7 +399,7 @@ def test_dropout_gradients_are_those_of_the_drawn_mask(layouts: int, workspace_b
 
     def attention(*tensors: Tensor) -> Tensor:
         torch.manual_seed(5)
-        options = {"dropout_p": 0.4, "is_causal": True, "workspace_bytes": workspace_bytes}
+        options = packed({"dropout_p": 0.4, "is_causal": True, "workspace_bytes": workspace_bytes})
         return block_sparse_attention(*tensors, pattern, **options)
 
     assert torch.autograd.gradcheck(attention, tensors)

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
-from dilated_attention_pytorch.block_ops import (
-    BlockOptions,
-    block_sparse_attention_backward_op,
-    block_sparse_attention_op,
+from dilated_attention_pytorch import BlockPattern, Execution, block_sparse_attention, build_block_pattern
+from dilated_attention_pytorch.ops import (
+    attention_backward_op,
+    attention_op,
+    block_spec,
+    write_execution,
     write_recipe,
+    write_spec,
 )
 from dilated_attention_pytorch.spec import SparsePatternConfig
 from support.op_checks import check_autocast, check_checkpointing
@@ -43,8 +45,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return block_sparse_attention(q, k, v, PATTERN, **options)
 
 
-def options(**changes: Any) -> BlockOptions:
-    return BlockOptions(PATTERN.key, SIZE, False, 0.3, 0.0, "auto", 2**16, "pool", True)._replace(**changes)
+def strings(
+    recipe: str = PATTERN.key, size: int = SIZE, causal: bool = False, dropout_p: float = 0.0, **how: Any
+) -> tuple[str, str]:
+    """spec and execution of the op."""
+    execution = Execution(**{"workspace_bytes": 2**16, "memory": "pool", **how})
+    return write_spec("blocks", block_spec(causal, 0.3, dropout_p), recipe, size), write_execution(execution)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,20 +128,20 @@ def test_opcheck_of_the_forward(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = qkv(dtype, b=1)
     mask = torch.rand(1, N) > 0.2 if masked else None
     blocks = (PATTERN.starts, PATTERN.columns)
-    torch.library.opcheck(block_sparse_attention_op, (q, k, v, *blocks, mask, None, *options()))
+    torch.library.opcheck(attention_op, (q, k, v, mask, None, None, *blocks, *strings()))
     strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    causal = options(is_causal=True, memory="fresh", use_pattern_cache=False)
-    torch.library.opcheck(block_sparse_attention_op, (strided, k, v, *blocks, mask, None, *causal))
+    causal = strings(causal=True, memory="fresh", use_pattern_cache=False)
+    torch.library.opcheck(attention_op, (strided, k, v, mask, None, None, *blocks, *causal))
 
 
 def test_opcheck_of_a_recipe_and_of_dropout() -> None:
     q, k, v = qkv(b=1)
     recipe = write_recipe(SparsePatternConfig("dilated_sparse", 0.4, SIZE), ((16, 1), (32, 2)))
-    by_recipe = options(recipe=recipe, block_size=0)
-    torch.library.opcheck(block_sparse_attention_op, (q, k, v, None, None, None, None, *by_recipe))
-    seed, dropout = torch.tensor([7]), options(dropout_p=0.3)
-    arguments = (q, k, v, PATTERN.starts, PATTERN.columns, None, seed, *dropout)
-    torch.library.opcheck(block_sparse_attention_op, arguments)
+    by_recipe = strings(recipe, 0)
+    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 5, *by_recipe))
+    seed, dropout = torch.tensor([7]), strings(dropout_p=0.3)
+    arguments = (q, k, v, None, None, seed, PATTERN.starts, PATTERN.columns, *dropout)
+    torch.library.opcheck(attention_op, arguments)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -143,20 +149,20 @@ def test_opcheck_of_a_recipe_and_of_dropout() -> None:
 def test_opcheck_of_the_backward(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = (x.detach() for x in qkv(dtype, b=1))
     mask = torch.rand(1, N) > 0.2 if masked else None
-    tensors = (q, k, v, PATTERN.starts, PATTERN.columns, mask, None)
-    out, lse = block_sparse_attention_op(*tensors, *options())
+    tensors = (q, k, v, mask, None, None, PATTERN.starts, PATTERN.columns)
+    out, lse = attention_op(*tensors, *strings())
     grad_lse = torch.randn_like(lse) if masked else None
-    arguments = (torch.randn_like(out), grad_lse, out, lse, *tensors, *options())
-    torch.library.opcheck(block_sparse_attention_backward_op, arguments)
+    arguments = (torch.randn_like(out), grad_lse, out, lse, *tensors, *strings())
+    torch.library.opcheck(attention_backward_op, arguments)
 
 
 def test_a_recipe_is_the_pattern_that_it_describes() -> None:
     q, k, v = qkv()
     config = SparsePatternConfig("random", 0.4, SIZE, seed=3)
     pattern = build_block_pattern(config, N, 6)
-    expected = block_sparse_attention(q, k, v, pattern, scale=0.3, workspace_bytes=2**16)
-    by_recipe = options(recipe=write_recipe(config, ()), block_size=0)
-    out, _ = block_sparse_attention_op(q, k, v, None, None, None, None, *by_recipe)
+    expected = block_sparse_attention(q, k, v, pattern, scale=0.3, execution=Execution(workspace_bytes=2**16))
+    by_recipe = strings(write_recipe(config, ()), 0)
+    out, _ = attention_op(q, k, v, *(None,) * 5, *by_recipe)
     assert torch.equal(out, expected)
 
 
@@ -251,10 +257,9 @@ def test_dropout_ignores_the_default_device() -> None:
 
 def test_calling_the_op_directly_is_validated_too() -> None:
     q, k, v = (x.detach() for x in qkv())
-    changed = options(use_pattern_cache=False)
+    changed = strings(use_pattern_cache=False)
+    wrong = torch.full_like(PATTERN.columns, 9)
     with pytest.raises(ValueError, match="columns must lie in 0 to 4, got 9 to 9"):
-        block_sparse_attention_op(
-            q, k, v, PATTERN.starts, torch.full_like(PATTERN.columns, 9), None, None, *changed
-        )
+        attention_op(q, k, v, None, None, None, PATTERN.starts, wrong, *changed)
     with pytest.raises(ValueError, match="starts must have one entry a row"):
-        block_sparse_attention_op(q, k, v, PATTERN.starts[:-1], PATTERN.columns, None, None, *changed)
+        attention_op(q, k, v, None, None, None, PATTERN.starts[:-1], PATTERN.columns, *changed)

@@ -14,6 +14,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     build_block_pattern,
 )
+from support.executions import packed
 
 X = torch.randn(1, 16, 4, 8)
 PATTERN = BlockPattern.from_layout(torch.ones(4, 4, dtype=torch.bool), 16, 4)
@@ -24,7 +25,7 @@ def of_layouts(count: int) -> BlockPattern:
 
 
 def call(**changes: Any) -> Any:
-    return block_sparse_attention(**({"q": X, "k": X, "v": X, "pattern": PATTERN} | changes))
+    return block_sparse_attention(**packed({"q": X, "k": X, "v": X, "pattern": PATTERN} | changes))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,11 @@ def call(**changes: Any) -> Any:
         ({"dropout_p": -0.1}, ValueError, "dropout_p must lie between 0 and 1, got -0.1"),
         ({"dropout_p": math.nan}, ValueError, "dropout_p must be finite"),
         ({"kernel": "fast"}, ValueError, "kernel must be one of 'auto', .* got 'fast'"),
-        ({"kernel": "cuda"}, ValueError, "kernel 'cuda' cannot run this call: it runs on cuda"),
+        (
+            {"kernel": "stock", "dropout_p": 0.1},
+            ValueError,
+            "kernel 'stock' cannot run this call: it has no dropout",
+        ),
         ({"memory": "swap"}, ValueError, "memory must be 'fresh', 'pool', .* got 'swap'"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be a positive integer, got 0"),
         ({"workspace_bytes": -1}, ValueError, "workspace_bytes must be a positive integer, got -1"),

@@ -16,6 +16,7 @@ from dilated_attention_pytorch.packed import group_documents
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
+from support.executions import dilated
 
 
 @st.composite
@@ -34,7 +35,7 @@ def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: s
     check_call(
         config,
         dtype,
-        partial(dilated_attention, **branches),
+        partial(dilated, **branches),
         partial(dilated_attention_reference, **branches),
         saves_output=not config.detach_mixing,
         workspace_bytes=config.workspace_bytes,

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention_pytorch import BlockPattern, block_sparse, block_sparse_attention
+from dilated_attention_pytorch import (
+    BlockPattern,
+    Execution,
+    SparsePatternConfig,
+    block_sparse,
+    block_sparse_attention,
+)
 from dilated_attention_pytorch.flex import flex_block_sparse, why_not_flex
+from dilated_attention_pytorch.ops import block_spec, write_recipe
 from support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -81,25 +88,12 @@ def test_cuda_calls_take_it(by_recipe: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(block_sparse, "flex_block_sparse", stand_in)
     pattern: Any = pattern_of()
     if by_recipe:
-        pattern = '{"config": {"pattern_type": "local_window", "sparsity_ratio": 0.25}, "branches": []}'
+        pattern = write_recipe(SparsePatternConfig("local_window", 0.25), ())
     with FakeTensorMode():
         q = torch.empty(1, 512, 2, 64, dtype=torch.float16, device="cuda")
-    out = block_sparse.attend_blocks(
-        q,
-        q,
-        q,
-        pattern,
-        is_causal=True,
-        scale=None,
-        dropout_p=0,
-        key_mask=None,
-        return_lse=False,
-        kernel="auto",
-        workspace_bytes=None,
-        memory="fresh",
-        use_pattern_cache=False,
+    out, _ = block_sparse.attend_blocks(
+        q, q, q, pattern, block_spec(True, None, 0), Execution(use_pattern_cache=False)
     )
-    assert isinstance(out, Tensor)
     assert (out.device.type, out.shape) == ("cuda", q.shape)
     assert len(arrived) == 1
     assert arrived[0].is_causal

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import DilatedSpec, dilated_attention
+from dilated_attention_pytorch import DilatedSpec, Execution, dilated_attention
 from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
+from support.executions import dilated
 from support.tolerances import assert_close, assert_same_gradients
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 14, 40), "dilation_rates": (1, 2, 5)}
@@ -133,7 +134,8 @@ def test_the_workspace_changes_only_the_rounding() -> None:
     tensors = [x.requires_grad_() for x in qkv(300, dtype=torch.float64)]
     results = []
     for workspace_bytes in (20_000, 200_000, 2**25):
-        out = dilated_attention(*tensors, **BRANCHES, is_causal=True, workspace_bytes=workspace_bytes)
+        execution = Execution(workspace_bytes=workspace_bytes)
+        out = dilated_attention(*tensors, **BRANCHES, is_causal=True, execution=execution)
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
     for got in results[1:]:
         for a, b in zip(got, results[0], strict=True):
@@ -164,7 +166,8 @@ def test_dropout_draws_anew_for_every_tile_segment_and_head() -> None:
     q = torch.zeros(1, n, 2, 16, dtype=torch.float64)
     v = torch.eye(16, dtype=torch.float64).repeat(4, 1)[None, :, None].expand(1, n, 2, 16)
     for workspace_bytes in (2**15, 2**25):  # several tiles, and one
-        out = dilated_attention(q, q, v, [16], [1], dropout_p=0.5, workspace_bytes=workspace_bytes)
+        execution = Execution(workspace_bytes=workspace_bytes)
+        out = dilated_attention(q, q, v, [16], [1], dropout_p=0.5, execution=execution)
         masks = [
             tuple((part != 0).flatten().tolist()) for head in out[0].unbind(1) for part in head.split(16)
         ]
@@ -186,9 +189,8 @@ def test_detached_mixing_of_uncovered_rows_over_several_panels() -> None:
         results = []
         for workspace_bytes in (2**14, 2**25):
             torch.manual_seed(0)
-            out = dilated_attention(
-                *tensors, [16, 24], [4, 5], detach_mixing=True, dropout_p=p, workspace_bytes=workspace_bytes
-            )
+            how = {"dropout_p": p, "execution": Execution(workspace_bytes=workspace_bytes)}
+            out = dilated_attention(*tensors, [16, 24], [4, 5], detach_mixing=True, **how)
             results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
         assert all(torch.isfinite(x).all() for x in (*results[0], *results[1]))
         if not p:
@@ -202,7 +204,7 @@ def test_autocast_does_not_lower_the_precision_inside(kernel: str) -> None:
     weight = torch.randn(2, 200, 6, 8).bfloat16()
 
     def run() -> list[Tensor]:
-        out, lse = dilated_attention(*tensors, **BRANCHES, kernel=kernel, return_lse=True)
+        out, lse = dilated_attention(*tensors, **BRANCHES, execution=Execution(kernel), return_lse=True)
         return [out, lse, *torch.autograd.grad((out * weight).sum(), tensors)]
 
     expected = run()
@@ -258,7 +260,8 @@ def test_many_query_heads_on_one_key_head_are_split_over_tiles() -> None:
     for causal in (False, True):
         results = []
         for attention in (dilated_attention, dilated_attention_reference):
-            options = {"workspace_bytes": 2**15} if attention is dilated_attention else {}
+            how = {"execution": Execution(workspace_bytes=2**15)}
+            options = how if attention is dilated_attention else {}
             out = attention(*tensors, **branches, is_causal=causal, **options)  # type: ignore[operator]
             results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
         for got, want in zip(*results, strict=True):
@@ -284,7 +287,9 @@ def test_dropout_gradients_are_those_of_the_drawn_mask() -> None:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return dilated_attention(q, k, v, [4, 12], [1, 2], dropout_p=0.4, workspace_bytes=3000)
+        return dilated_attention(
+            q, k, v, [4, 12], [1, 2], dropout_p=0.4, execution=Execution(workspace_bytes=3000)
+        )
 
     assert torch.autograd.gradcheck(attention, (q, k, v))
 
@@ -308,7 +313,7 @@ def test_dropout_in_steps_has_the_gradients_of_its_masks(
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return dilated_attention(q, k, v, [4, 12], [1, 2], dropout_p=0.4, **execution, **options)
+        return dilated(q, k, v, [4, 12], [1, 2], dropout_p=0.4, **execution, **options)
 
     assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=True)
 
@@ -320,7 +325,7 @@ def test_steps_with_a_dropout_that_drops_nothing(options: dict[str, Any], dtype:
     tensors = [x.to(dtype).requires_grad_() for x in qkv(96)]
     results = []
     for execution in ({}, {"dropout_p": 1e-30, "steps": 5, "workspace_bytes": 2**14}):
-        out = dilated_attention(*tensors, **BRANCHES, **options, **execution)
+        out = dilated(*tensors, **BRANCHES, **options, **execution)
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
     for got, want in zip(*results, strict=True):
         assert_close(got, want, dtype)
@@ -389,6 +394,6 @@ def test_slices_of_the_heads_join_to_the_whole(h_kv: int, options: dict[str, Any
         keys = slice(first * h_kv // 6, (first + 3) * h_kv // 6)
         slices = (slice(first, first + 3), keys, keys)
         part = [x[:, :, heads] for x, heads in zip(tensors, slices, strict=True)]
-        parts.append(dilated_attention(*part, **BRANCHES, **options, head_slice=(first, 6)))
+        parts.append(dilated(*part, **BRANCHES, **options, head_slice=(first, 6)))
     assert_close(torch.cat(parts, 2), whole, torch.float64)
     assert_same_gradients(torch.cat(parts, 2), whole, tensors, torch.float64)

@@ -11,16 +11,16 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention_pytorch import DilatedAttention, dilated_attention
-from dilated_attention_pytorch.ops import dilated_attention_op
+from dilated_attention_pytorch import DilatedAttention, DilatedSpec, Execution, dilated_attention
+from dilated_attention_pytorch.ops import attention_op, write_execution, write_spec
 from dilated_attention_pytorch.reference import multiplicity
 from support.op_checks import check_autocast, check_checkpointing
 from support.tolerances import assert_close, assert_same_gradients
 
 SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
 DROPOUT = DilatedAttention(SEGMENTS, RATES, attention_dropout=0.2)
-STATIC = (SEGMENTS, RATES, True, 0.3, 0.0, "all", "interleaved", "exact", False)
-OPTIONS = (*STATIC, "auto", 2**20, "pool", True, 1, ())
+SPEC = write_spec("dilated", DilatedSpec(SEGMENTS, RATES, True, 0.3), 1, ())
+OPTIONS = (None, None, None, SPEC, write_execution(Execution("auto", 2**20, "pool")))  # after cu_seqlens
 
 
 def qkv(n: int, dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:
@@ -69,6 +69,19 @@ def test_compiles_with_masks_and_documents() -> None:
             assert_close(a, b, torch.float32)
 
 
+def test_compiles_with_what_it_computes_as_arguments() -> None:
+    """Numbers that change between calls, which compilers would make symbols of."""
+    torch._dynamo.reset()
+    compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
+    tensors = qkv(40)
+    for lengths, scale, size in (([8, 20], 0.3, 2**14), ([16, 40], 0.4, 2**16), ([5, 25], 0.5, 2**18)):
+        execution = Execution("eager", size)
+        for given in ((lengths, [1, 2]), (DilatedSpec(lengths, [1, 2], scale=scale),)):
+            options = {"scale": scale, "execution": execution} if len(given) == 2 else {}
+            expected = dilated_attention(*tensors, *given, **options)
+            assert_close(compiled(*tensors, *given, **options), expected, torch.float32)
+
+
 def test_compiles_with_segments_taken_from_the_shape() -> None:
     torch._dynamo.reset()
 
@@ -102,9 +115,9 @@ def test_opcheck(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = qkv(37, dtype, b=1)
     mask = torch.rand(1, 37) > 0.2 if masked else None
     documents = torch.tensor([0, 20, 37]) if masked else None
-    torch.library.opcheck(dilated_attention_op, (q, k, v, mask, documents, None, *OPTIONS))
+    torch.library.opcheck(attention_op, (q, k, v, mask, documents, *OPTIONS))
     strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    torch.library.opcheck(dilated_attention_op, (strided, k, v, None, None, None, *OPTIONS))
+    torch.library.opcheck(attention_op, (strided, k, v, None, None, *OPTIONS))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedKVCache, block_sparse_attention, dilated_attention
+from dilated_attention_pytorch import DilatedKVCache, Execution, block_sparse_attention, dilated_attention
 from dilated_attention_pytorch.attention_maps import attention_rows
 from dilated_attention_pytorch.decode import attend_last
 from dilated_attention_pytorch.plan import BlockPattern
@@ -22,6 +22,7 @@ from dilated_attention_pytorch.reference import (
     dilated_attention_reference,
 )
 from dilated_attention_pytorch.ring import ring_block_sparse_attention, ring_dilated_attention
+from support.executions import dilated, packed
 from support.ranks import run_ranks
 from support.tolerances import assert_close
 
@@ -77,7 +78,7 @@ def test_dilated(case: str, causal: bool) -> None:
         options = {"is_causal": causal, "return_lse": True, **given}
         want = results(dilated_attention_reference, inputs, *BRANCHES, **options)
         for how in ({}, {"workspace_bytes": 2048, "steps": 2}, {"kernel": "eager"}):
-            assert_same(results(dilated_attention, inputs, *BRANCHES, **options, **how), want)
+            assert_same(results(dilated, inputs, *BRANCHES, **options, **how), want)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -89,7 +90,7 @@ def test_block_sparse(case: str, causal: bool) -> None:
         options = {"is_causal": causal, "return_lse": True, **given}
         want = results(block_sparse_attention_reference, inputs, pattern.to_dense(), **options)
         for how in ({}, {"workspace_bytes": 2048}, {"kernel": "eager"}):
-            assert_same(results(block_sparse_attention, inputs, pattern, **options, **how), want)
+            assert_same(results(block_sparse_attention, inputs, pattern, **packed({**options, **how})), want)
 
 
 def test_rows_without_a_finite_score_are_zeros() -> None:
@@ -106,7 +107,8 @@ def test_rows_without_a_finite_score_are_zeros() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision(case: str) -> None:
     inputs = [x.bfloat16() for x in tensors(case)]
-    out, lse = dilated_attention(*inputs, *BRANCHES, return_lse=True, workspace_bytes=4096)
+    execution = Execution(workspace_bytes=4096)
+    out, lse = dilated_attention(*inputs, *BRANCHES, return_lse=True, execution=execution)
     want, want_lse = dilated_attention_reference(*inputs, *BRANCHES, return_lse=True)
     assert_same_values(out, want, torch.bfloat16)
     assert_same_values(lse, want_lse)
@@ -116,7 +118,8 @@ def test_half_precision(case: str) -> None:
 def test_decoding(case: str) -> None:
     inputs = tensors(case)
     want = dilated_attention_reference(*inputs, *BRANCHES, is_causal=True)
-    outs = [attend_last(inputs[0][:, -m:], *inputs[1:], *BRANCHES, workspace_bytes=1) for m in (1, 30)]
+    how = {"execution": Execution(workspace_bytes=1)}
+    outs = [attend_last(inputs[0][:, -m:], *inputs[1:], *BRANCHES, **how) for m in (1, 30)]
     for chunk in (1, 7, N):
         cache = DilatedKVCache(*BRANCHES, batch_size=2, num_kv_heads=H_KV, head_dim=D, num_heads=H)
         parts = zip(*(x.split(chunk, 1) for x in inputs), strict=True)
@@ -144,7 +147,7 @@ def on_ranks(rank: int, world: int) -> list[list[Tensor]]:
     pattern = BlockPattern.from_layout(torch.ones(1, 5, 5, dtype=torch.bool), N, 8)
     found = []
     for case in CASES:
-        shards, how = [x[:, here] for x in tensors(case)], {**CAUSAL, "workspace_bytes": 4096}
+        shards, how = [x[:, here] for x in tensors(case)], packed({**CAUSAL, "workspace_bytes": 4096})
         found.append(results(ring_dilated_attention, shards, *BRANCHES, **how))
         found.append(results(ring_block_sparse_attention, shards, pattern, **how))
     return found

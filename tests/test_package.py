@@ -26,8 +26,7 @@ FLOORS = [
     {"packed"},
     {"flat_rows"},
     {"block_engine"},
-    {"attention_op"},
-    {"ops", "block_ops"},
+    {"ops"},
     {"functional", "block_sparse"},
     {"attention_maps", "decode", "ring"},
     {"modules"},
@@ -167,7 +166,7 @@ def test_exported_programs_find_their_operators_after_torch_and_the_package() ->
     assert_runs_silently(
         "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy', UserWarning)\n"
         f"import torch, {PACKAGE}; ops = torch.ops.{PACKAGE}\n"
-        "ops.dilated_attention, ops.block_sparse_attention_backward"
+        "ops.attention, ops.attention_backward"
     )
 
 

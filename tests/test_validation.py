@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedSpec, dilated_attention
-from dilated_attention_pytorch.ops import dilated_attention_op
+from dilated_attention_pytorch import (
+    BlockPattern,
+    DilatedKVCache,
+    DilatedSpec,
+    Execution,
+    attend_last,
+    block_sparse_attention,
+    dilated_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+)
+from dilated_attention_pytorch.ops import attention_op, write_execution, write_spec
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.executions import dilated, packed
+from support.tolerances import assert_close
 
 
 def call(**changes: Any) -> Any:
     x = torch.randn(1, 16, 4, 8)
     arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "segment_lengths": [4, 8], "dilation_rates": [1, 2]}
-    return dilated_attention(**(arguments | changes))
+    attention = dilated if "head_slice" in changes else dilated_attention
+    return attention(**packed(arguments | changes))
 
 
 X = torch.randn(1, 16, 4, 8)
@@ -64,7 +80,7 @@ X = torch.randn(1, 16, 4, 8)
         ({"detach_mixing": "no"}, TypeError, "detach_mixing must be a bool, got 'no'"),
         ({"memory": "swap"}, ValueError, "memory must be 'fresh', 'pool', 'lightweight' or a buffer manager"),
         ({"memory": "manager:0"}, ValueError, "or a buffer manager's name, got 'manager:0'"),
-        ({"memory": None}, ValueError, "memory must be .* got None"),
+        ({"memory": None}, TypeError, "memory must be .* got None"),
         ({"use_pattern_cache": 1}, TypeError, "use_pattern_cache must be a bool, got 1"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be a positive integer, got 0"),
         (
@@ -156,6 +172,55 @@ def test_the_spec_normalises_and_is_hashable() -> None:
 
 
 def test_calling_the_op_directly_is_validated_too() -> None:
-    options = (True, 0.3, 0.0, "all", "interleaved", "exact", False, "auto", 2**20, "fresh", True, 1, ())
+    spec = write_spec("dilated", DilatedSpec([9], [1], True, 0.3)).replace("(9,)", "(0,)")
     with pytest.raises(ValueError, match="segment_lengths must be positive"):
-        dilated_attention_op(X, X, X, None, None, None, [0], [1], *options)
+        attention_op(X, X, X, None, None, None, None, None, spec, write_execution(Execution()))
+
+
+def test_a_spec_stands_for_its_options() -> None:
+    spec = DilatedSpec([4, 8], [1, 2], is_causal=True, scale=0.3, tail="phantom", head_mixing="grouped")
+    mask = torch.rand(1, 16) > 0.3
+    of_call = {"key_mask": mask, "return_lse": True, "execution": Execution("eager")}
+    expected = dilated_attention(X, X, X, **vars(spec), **of_call)
+    for got in (
+        dilated_attention(X, X, X, spec, **of_call),
+        dilated_attention(X, X, X, segment_lengths=spec, **of_call),
+        ring_dilated_attention(X, X, X, spec, **of_call),
+        dilated_attention_reference(X, X, X, spec, key_mask=mask, return_lse=True),
+    ):
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, torch.float32)
+    for twice in ({"is_causal": True}, {"scale": None}, {"dilation_rates": [1, 2]}):
+        (name,) = twice
+        with pytest.raises(TypeError, match=f"takes {name} from the DilatedSpec .* got it again"):
+            dilated_attention(X, X, X, spec, **twice)
+    with pytest.raises(TypeError, match="takes dilation_rates from the DilatedSpec"):
+        dilated_attention(X, X, X, spec, [1, 2])
+    with pytest.raises(TypeError, match="dilation_rates must be a sequence of integers, got None"):
+        dilated_attention(X, X, X, [4, 8])
+
+
+@pytest.mark.parametrize("name", ["kernel", "workspace_bytes", "memory", "use_pattern_cache"])
+def test_how_to_run_is_an_execution(name: str) -> None:
+    pattern = BlockPattern.from_layout(torch.ones(4, 4, dtype=torch.bool), 16, 4)
+    cache = {"batch_size": 1, "num_kv_heads": 4, "head_dim": 8}
+    for call in (
+        partial(dilated_attention, X, X, X, [4], [1]),
+        partial(ring_dilated_attention, X, X, X, [4], [1]),
+        partial(block_sparse_attention, X, X, X, pattern),
+        partial(ring_block_sparse_attention, X, X, X, pattern),
+        partial(attend_last, X, X, X, [4], [1]),
+        partial(DilatedKVCache, [4], [1], **cache),
+    ):
+        with pytest.raises(TypeError, match=rf"has no '{name}'; execution=Execution\({name}=...\) is meant"):
+            call(**{name: None})
+        with pytest.raises(TypeError, match="execution must be an Execution or None, got dict"):
+            call(execution={})
+
+
+def test_steps_and_slices_of_heads_are_not_public() -> None:
+    parameters = signature(dilated_attention).parameters
+    assert len(parameters) == 16
+    for name in ("steps", "head_slice"):
+        with pytest.raises(TypeError, match=f"dilated_attention has no '{name}'"):
+            dilated_attention(X, X, X, [4], [1], **{name: 1})

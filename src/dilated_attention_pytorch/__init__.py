@@ -68,7 +68,7 @@ if typing.TYPE_CHECKING:
         shard_sequence,
         unshard_sequence,
     )
-    from .spec import DilatedSpec, SparsePatternConfig, branches_for
+    from .spec import DilatedSpec, Execution, SparsePatternConfig, branches_for
 
 __all__ = [
     "BlockPattern",
@@ -82,6 +82,7 @@ __all__ = [
     "DilatedSpec",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
+    "Execution",
     "ImprovedDilatedAttention",
     "ImprovedDilatedAttentionV2",
     "ImprovedMultiheadDilatedAttention",
@@ -181,7 +182,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "shard_sequence",
         "unshard_sequence",
     ),
-    "spec": ("DilatedSpec", "SparsePatternConfig", "branches_for"),
+    "spec": ("DilatedSpec", "Execution", "SparsePatternConfig", "branches_for"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -209,5 +210,4 @@ if not typing.TYPE_CHECKING:
 
 
 if sys.modules.get("torch") is not None:
-    importlib.import_module(".block_ops", __name__)
     importlib.import_module(".ops", __name__)

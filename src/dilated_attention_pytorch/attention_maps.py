@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention_op import without_autocast
-from .checks import check_dense, check_inputs, named_keywords
-from .ops import document_bounds
+from .checks import check_dense, check_inputs, document_bounds, named_keywords
+from .ops import without_autocast
 from .plan.heads import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 

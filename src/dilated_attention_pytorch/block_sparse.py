@@ -1,4 +1,4 @@
-"""The functional doors of block-sparse attention: patterns, and attention over them."""
+"""The public functions of block-sparse attention: patterns, and attention over them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_op import check_execution
-from .block_ops import BY_THREADS, BlockOptions, block_sparse_attention_op, recipe_pattern
 from .checks import (
     autocast_inputs,
     check_flags,
@@ -20,8 +18,23 @@ from .checks import (
     refuse_forward_mode,
 )
 from .flex import flex_block_sparse, why_not_flex
+from .ops import (
+    BlockSparse,
+    Tensors,
+    attention_op,
+    block_spec,
+    check_execution,
+    write_execution,
+    write_spec,
+)
 from .plan import BlockPattern, build_pattern, score_pattern
-from .spec import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, DilatedSpec, SparsePatternConfig
+from .spec import (
+    DEFAULT_DILATION_RATES,
+    DEFAULT_SEGMENT_LENGTHS,
+    DilatedSpec,
+    Execution,
+    SparsePatternConfig,
+)
 
 
 @named_keywords
@@ -172,38 +185,18 @@ def block_sparse_attention(
     v: Tensor,
     pattern: BlockPattern,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_mask: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    kernel: str = ...,
-    workspace_bytes: int | None = ...,
-    memory: str = ...,
-    use_pattern_cache: bool = ...,
+    **options: Any,
 ) -> Tensor: ...
 
 
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: BlockPattern,
-    *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_mask: Tensor | None = ...,
-    return_lse: Literal[True],
-    kernel: str = ...,
-    workspace_bytes: int | None = ...,
-    memory: str = ...,
-    use_pattern_cache: bool = ...,
+    q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@named_keywords
+@named_keywords  # type: ignore[misc]  # the overloads leave the options open
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -215,10 +208,7 @@ def block_sparse_attention(
     dropout_p: float = 0,
     key_mask: Tensor | None = None,
     return_lse: bool = False,
-    kernel: str = "auto",
-    workspace_bytes: int | None = None,
-    memory: str = "fresh",
-    use_pattern_cache: bool = True,
+    execution: Execution | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which each block of queries sees the blocks of keys that a pattern keeps:
 
@@ -233,9 +223,7 @@ def block_sparse_attention(
         pattern: of length n, with one layout, one for each of the h heads, or one for each batch and head
             (b x h); see `build_block_pattern` and `BlockPattern.from_layout`.
         is_causal: a query sees only keys at or before its position. A causal pattern asks for it.
-        scale, dropout_p, key_mask, return_lse, kernel, memory: as in `dilated_attention`.
-        workspace_bytes: what is gathered at a time may take this much; by default 4 MiB a thread.
-        use_pattern_cache: keep the schedule of this pattern for later calls.
+        scale, dropout_p, key_mask, return_lse, execution: as in `dilated_attention`.
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse (b, h, n), in float32
@@ -246,21 +234,10 @@ def block_sparse_attention(
     """
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
-    return attend_blocks(
-        q,
-        k,
-        v,
-        pattern,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_mask=key_mask,
-        return_lse=return_lse,
-        kernel=kernel,
-        workspace_bytes=workspace_bytes,
-        memory=memory,
-        use_pattern_cache=use_pattern_cache,
-    )
+    check_flags(return_lse=return_lse)
+    spec = block_spec(is_causal, scale, dropout_p)
+    out, lse = attend_blocks(q, k, v, pattern, spec, execution, key_mask=key_mask)
+    return (out, lse) if return_lse else out
 
 
 def attend_blocks(
@@ -268,63 +245,36 @@ def attend_blocks(
     k: Tensor,
     v: Tensor,
     pattern: BlockPattern | str,
+    spec: DilatedSpec,
+    execution: Execution | None = None,
     *,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    key_mask: Tensor | None,
-    return_lse: bool,
-    kernel: str,
-    workspace_bytes: int | None,
-    memory: str,
-    use_pattern_cache: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`block_sparse_attention` that also takes the recipe of a pattern: checks, then the op."""
-    check_flags(is_causal=is_causal, return_lse=return_lse)
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `block_sparse_attention`, also of the recipe of a pattern: checks, then the op."""
     q, k, v = autocast_inputs(q, k, v)
     check_inputs(q, k, v, key_mask, None)
     refuse_forward_mode("block_sparse_attention", q, k, v)
-    check_execution(kernel, 1 if workspace_bytes is None else workspace_bytes, memory, use_pattern_cache)
-    spec = DilatedSpec((1,), (1,), is_causal, scale, dropout_p)  # checks what both kinds of attention share
-    if not isinstance(pattern, str):
-        check_fit(pattern, q, is_causal)
+    execution = check_execution(execution)
+    if isinstance(pattern, str):
+        starts, columns, work = None, None, BlockSparse(spec, pattern)
+    else:
+        check_fit(pattern, q, spec.is_causal)
         if pattern.n != q.shape[1]:
             raise ValueError(
                 f"the pattern is for a length of {pattern.n}, got tensors of length {q.shape[1]}"
             )
-    options = BlockOptions(
-        recipe=pattern if isinstance(pattern, str) else pattern.key if use_pattern_cache else "",
-        block_size=0 if isinstance(pattern, str) else pattern.block_size,
-        is_causal=is_causal,
-        scale=spec.scale_for(q.shape[-1]),
-        dropout_p=spec.dropout_p,
-        kernel=kernel,
-        workspace_bytes=workspace_bytes or BY_THREADS,
-        memory=memory,
-        use_pattern_cache=use_pattern_cache,
-    )
-    out, lse = _run(q, k, v, pattern, key_mask, options)
-    return (out, lse) if return_lse else out
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: BlockPattern | str,
-    key_mask: Tensor | None,
-    options: BlockOptions,
-) -> tuple[Tensor, Tensor]:
-    """On CUDA FlexAttention where it can; else the op."""
-    if q.device.type == "cuda" and options.kernel == "auto" and not torch.compiler.is_compiling():
-        blocks = recipe_pattern(q, options) if isinstance(pattern, str) else pattern
-        if why_not_flex(q, blocks, options.dropout_p) is None:
-            blocks = blocks.causal() if options.is_causal else blocks
-            return flex_block_sparse(q, k, v, blocks, scale=options.scale, key_mask=key_mask)
-    starts, columns = (None, None) if isinstance(pattern, str) else (pattern.starts, pattern.columns)
-    seed = torch.randint(2**62, (1,), device="cpu") if options.dropout_p else None
-    result: tuple[Tensor, Tensor] = block_sparse_attention_op(
-        q, k, v, starts, columns, key_mask, seed, *options
+        starts, columns = pattern.starts, pattern.columns
+        work = BlockSparse(spec, pattern.key if execution.use_pattern_cache else "", pattern.block_size)
+    # On CUDA FlexAttention where it can; else the op.
+    if q.device.type == "cuda" and execution.kernel == "auto" and not torch.compiler.is_compiling():
+        blocks = work.plan(execution, Tensors(q, k, v)).pattern if isinstance(pattern, str) else pattern
+        if why_not_flex(q, blocks, spec.dropout_p) is None:
+            blocks = blocks.causal() if spec.is_causal else blocks
+            return flex_block_sparse(q, k, v, blocks, scale=spec.scale_for(q.shape[-1]), key_mask=key_mask)
+    seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
+    text = write_spec("blocks", spec, work.recipe, work.block_size)
+    result: tuple[Tensor, Tensor] = attention_op(
+        q, k, v, key_mask, None, seed, starts, columns, text, write_execution(execution)
     )
     return result
 

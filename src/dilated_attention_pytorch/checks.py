@@ -11,8 +11,9 @@ import json
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MASKS = ("attention_mask", "attn_mask", "mask", "key_padding_mask")  # of other libraries and of modules
+_EXECUTION = ("kernel", "workspace_bytes", "memory", "use_pattern_cache")
 
 
 def float_dtypes() -> tuple[torch.dtype, ...]:
@@ -52,23 +54,28 @@ def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 def named_keywords(function: _Function) -> _Function:
     """Refuses keywords that the function does not have with a hint at those that are meant."""
-    known = tuple(inspect.signature(function).parameters)
+    owner = function.__qualname__.removesuffix(".__init__")
+    known = inspect.signature(function).parameters.keys()
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        for name in given:
-            if name not in known:
-                _refuse_keyword(function.__name__, name, known)
+        refuse_keywords(owner, given, known)
         return function(*args, **given)
 
     return call  # type: ignore[return-value]
 
 
-def _refuse_keyword(function: str, name: str, known: tuple[str, ...]) -> None:
-    if name in _MASKS and "key_mask" in known:
-        meant = "key_mask (b, n) bool, True = may be attended, is meant"
-        raise TypeError(f"{function} has no {name!r}; {meant}")
-    refuse_unknown(function, [name], known)
+def refuse_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises for a given keyword that is not known, and says which one is meant."""
+    for name in given:
+        if name in known:
+            continue
+        if name in _MASKS and "key_mask" in known:
+            meant = "key_mask (b, n) bool, True = may be attended, is meant"
+            raise TypeError(f"{function} has no {name!r}; {meant}")
+        if name in _EXECUTION and "execution" in known:
+            raise TypeError(f"{function} has no {name!r}; execution=Execution({name}=...) is meant")
+        refuse_unknown(function, [name], known)
 
 
 def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
@@ -110,13 +117,14 @@ def check_inputs(
     """Validates the tensors of a call, all but the values of cu_seqlens."""
     import torch
 
+    dtypes = float_dtypes()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
-        if x.dtype not in float_dtypes():
+        if x.dtype not in dtypes:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -170,6 +178,24 @@ def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
         )
     if key_mask.device != q.device:
         raise ValueError(f"key_mask must be on the device of q, {q.device}, got {key_mask.device}")
+
+
+def document_bounds(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    """The boundaries of packed documents as numbers, checked."""
+    bounds = tuple(cu_seqlens.tolist())
+    check_bounds(bounds, n)
+    return bounds
+
+
+def check_bounds(bounds: tuple[int, ...], n: int) -> None:
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != n:
+        raise ValueError(f"cu_seqlens must run from 0 to the sequence length {n}, got {_short(bounds)}")
+    if any(following < bound for bound, following in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must not decrease, got {_short(bounds)}")
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"
 
 
 def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
@@ -254,7 +280,7 @@ def finite_float(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
-        number = float(value)
+        number = math.ldexp(float(value), 0)  # which is a constant to compilers, unlike the float itself
     except OverflowError:
         number = math.inf
     if not -math.inf < number < math.inf:

@@ -1,26 +1,27 @@
-"""The functional doors: validate, then hand over to the ops."""
+"""The public function of dilated attention: validate, then call the op."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .attention_op import check_execution
 from .checks import (
     autocast_inputs,
     check_flags,
     check_head_slice,
     check_inputs,
     check_positive_int,
-    named_keywords,
     refuse_forward_mode,
 )
-from .ops import dilated_attention_op
-from .plan import DEFAULT_WORKSPACE_BYTES
-from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+from .core.tracing import remembered
+from .ops import attention_op, check_execution, write_execution, write_spec
+from .spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
+
+Lengths = Sequence[int] | DilatedSpec
+Rates = Sequence[int] | None
 
 
 @overload
@@ -28,25 +29,11 @@ def dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = ...,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_mask: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    head_mixing: HeadMixing = ...,
-    head_offsets: HeadOffsets = ...,
-    tail: Tail = ...,
-    detach_mixing: bool = ...,
     return_lse: Literal[False] = ...,
-    kernel: str = ...,
-    workspace_bytes: int = ...,
-    memory: str = ...,
-    use_pattern_cache: bool = ...,
-    steps: int = ...,
-    head_slice: tuple[int, int] | None = ...,
+    **options: Any,
 ) -> Tensor: ...
 
 
@@ -55,35 +42,21 @@ def dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = ...,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_mask: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    head_mixing: HeadMixing = ...,
-    head_offsets: HeadOffsets = ...,
-    tail: Tail = ...,
-    detach_mixing: bool = ...,
     return_lse: Literal[True],
-    kernel: str = ...,
-    workspace_bytes: int = ...,
-    memory: str = ...,
-    use_pattern_cache: bool = ...,
-    steps: int = ...,
-    head_slice: tuple[int, int] | None = ...,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@named_keywords
+@takes_spec  # type: ignore[misc]  # the overloads leave the options open
 def dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -95,12 +68,7 @@ def dilated_attention(
     tail: Tail = "exact",
     detach_mixing: bool = False,
     return_lse: bool = False,
-    kernel: str = "auto",
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-    memory: str = "fresh",
-    use_pattern_cache: bool = True,
-    steps: int = 1,
-    head_slice: tuple[int, int] | None = None,
+    execution: Execution | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which every branch `(w, r)` sees each r-th position of its segment of w positions.
 
@@ -113,26 +81,18 @@ def dilated_attention(
     Args:
         q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.
         k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
-        segment_lengths, dilation_rates: one entry a branch; any length n >= 1 is exact.
+        segment_lengths, dilation_rates: one entry a branch; any length n >= 1 is exact. Or a `DilatedSpec`,
+            which holds all options but key_mask, cu_seqlens, return_lse and execution.
         is_causal: a query sees only keys at or before its position.
         scale: factor of the scores, 1 / sqrt(d) by default.
         dropout_p: drops attention probabilities, whenever > 0: pass 0 in evaluation. What a seed drops
-            depends on the shapes, on `workspace_bytes` and on `steps`.
+            depends on the shapes and on the workspace of `execution`.
         key_mask: (b, n) bool, True where a key may be attended.
         cu_seqlens: (documents + 1,) int32 or int64 boundaries of documents packed into b == 1;
             segments restart at each document.
         head_mixing, head_offsets, tail, detach_mixing: see docs/semantics.md.
         return_lse: also return the log-sum-exp of the scores, (b, h, n), differentiable.
-        kernel: "auto", "cuda", "cpu_flash" or "eager"; a named kernel runs or raises.
-        workspace_bytes: what packed tiles and accumulators may take; see `plan.plan_dilated`.
-        memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees
-            and tries again when memory runs out), "lightweight" (the pool's scratch only), or the `name` of a
-            buffer manager.
-        use_pattern_cache: keep the plan of this shape for later calls; False plans each call anew.
-        steps: the forward pass attends so many equal parts of the queries one after the other. Where segments
-            are as long as the sequence that bounds the float32 sums of half precision; it changes no result.
-        head_slice: (first, total): the heads of q are `first` and following of `total` heads, on which their
-            offsets depend; for heads that are spread over devices.
+        execution: kernel, workspace, source of memory and use of the plan cache; see `Execution`.
 
     Returns:
         out (b, n, h, d), contiguous, in the dtype of q; with `return_lse` also lse, in float32 (float64 for
@@ -142,7 +102,7 @@ def dilated_attention(
     Under autocast the inputs are cast like those of `scaled_dot_product_attention`. There is no second
     and no forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
-    spec = DilatedSpec(
+    spec = spec_of(
         segment_lengths,
         dilation_rates,
         is_causal,
@@ -153,35 +113,55 @@ def dilated_attention(
         tail,
         detach_mixing,
     )
+    check_flags(return_lse=return_lse)
+    out, lse = attend(q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    return (out, lse) if return_lse else out
+
+
+def spec_of(segment_lengths: Any, dilation_rates: Any, *options: Any) -> DilatedSpec:
+    """`DilatedSpec` of these values; where they are plain the one of before, which is found much faster."""
+    lists = segment_lengths, dilation_rates
+    if all(type(x) in (list, tuple) and all(type(y) is int for y in x) for x in lists):
+        try:
+            return _known_spec(tuple(segment_lengths), tuple(dilation_rates), *options)
+        except TypeError:  # an option is of a wrong type, or not even hashable
+            pass
+    return DilatedSpec(segment_lengths, dilation_rates, *options)
+
+
+_known_spec = remembered(DilatedSpec)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: DilatedSpec,
+    execution: Execution | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    steps: int = 1,
+    head_slice: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `dilated_attention`, with what only other parts of this package ask for.
+
+    Args:
+        steps: the forward pass attends so many equal parts of the queries one after the other. Where segments
+            are as long as the sequence that bounds the float32 sums of half precision; it changes no result.
+        head_slice: (first, total): the heads of q are `first` and following of `total` heads, on which their
+            offsets depend; for heads that are spread over devices.
+    """
     q, k, v = autocast_inputs(q, k, v)
     check_inputs(q, k, v, key_mask, cu_seqlens)
     refuse_forward_mode("dilated_attention", q, k, v)
-    check_execution(kernel, workspace_bytes, memory, use_pattern_cache)
-    check_flags(return_lse=return_lse)
+    execution = check_execution(execution)
     check_positive_int("steps", steps)
     if head_slice is not None:
         check_head_slice(head_slice, q.shape[2], k.shape[2])
-    out, lse = dilated_attention_op(
-        q,
-        k,
-        v,
-        key_mask,
-        cu_seqlens,
-        torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None,
-        spec.segment_lengths,
-        spec.dilation_rates,
-        spec.is_causal,
-        spec.scale_for(q.shape[-1]),
-        spec.dropout_p,
-        spec.head_mixing,
-        spec.head_offsets,
-        spec.tail,
-        spec.detach_mixing,
-        kernel,
-        workspace_bytes,
-        memory,
-        use_pattern_cache,
-        steps,
-        head_slice or (),
+    seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
+    text = write_spec("dilated", spec, steps, head_slice or ())
+    result: tuple[Tensor, Tensor] = attention_op(
+        q, k, v, key_mask, cu_seqlens, seed, None, None, text, write_execution(execution)
     )
-    return (out, lse) if return_lse else out
+    return result

@@ -1,198 +1,348 @@
-"""The custom ops behind dilated attention, forward and backward, known to autograd and compilers."""
+"""The pair of torch ops behind all attention in one process, known to autograd and compilers.
+
+    attention(tensors, spec, execution) -> (out, lse)
+    attention_backward(grad_out, grad_lse, out, lse, tensors, spec, execution) -> (dq, dk, dv)
+
+The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that is given, starts and columns.
+`spec` and `execution` are strings, so that compilers can guard on them and exported programs keep them.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
 from functools import lru_cache, partial
-from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from . import engine, packed
-from .attention_op import attention_inputs, register_attention, with_memory, without_autocast
+from . import block_engine, engine, packed
+from .checks import autocasts, document_bounds
+from .core.block_patterns import get_block_pattern_cache
 from .core.pattern_cache import get_global_pattern_cache
+from .core.sources import check_memory, run_with_memory
+from .core.tracing import remembered
 from .core.workspace import Workspace
 from .engine import Inputs, Merged
+from .kernels import Request, choose_kernel
 from .packed import Documents, group_documents
-from .plan import Part, Plan, Shape, plan_dilated
+from .plan import (
+    DEFAULT_WORKSPACE_BYTES,
+    BlockPattern,
+    BlockPlan,
+    Part,
+    Plan,
+    Shape,
+    build_pattern,
+    plan_blocks,
+    plan_dilated,
+)
+from .plan.block_sparse import BYTES_A_THREAD
 from .plan.dilated import digest
 from .plan.shape import Pass
-from .spec import DilatedSpec
+from .spec import SPEC_FIELDS, DilatedSpec, Execution, SparsePatternConfig
+
+_FRESH = Execution()
 
 
-class Options(NamedTuple):
-    """The static part of a call, in the order of the ops' schema."""
+class RunOptions(NamedTuple):
+    """What the engines know of a call: factor of the scores, dropout, and an `Execution` without None."""
 
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
-    is_causal: bool
     scale: float
     dropout_p: float
-    head_mixing: str
-    head_offsets: str
-    tail: str
-    detach_mixing: bool
     kernel: str
     workspace_bytes: int
     memory: str
     use_pattern_cache: bool
-    steps: int
-    head_slice: Sequence[int]  # (first, total), or empty
-
-    @property
-    def spec(self) -> DilatedSpec:
-        segment_lengths, dilation_rates, *others = self[:9]
-        return _make_spec(tuple(segment_lengths), tuple(dilation_rates), *others)
 
 
-_make_spec = lru_cache(maxsize=256)(DilatedSpec)
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? seed"
-_OPTIONS = (
-    "int[] segment_lengths, int[] dilation_rates, bool is_causal, float scale, float dropout_p, "
-    "str head_mixing, str head_offsets, str tail, bool detach_mixing, str kernel, int workspace_bytes, "
-    "str memory, bool use_pattern_cache, int steps, int[] head_slice"
-)
+def run_options(spec: DilatedSpec, d: int, execution: Execution, default_bytes: int) -> RunOptions:
+    """The options of a call with heads of d features."""
+    size = execution.workspace_bytes or default_bytes
+    how = execution.kernel, size, execution.memory, execution.use_pattern_cache
+    return RunOptions(spec.scale_for(d), spec.dropout_p, *how)
 
 
-@torch.library.custom_op(
-    "dilated_attention_pytorch::dilated_attention",
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-)
-def dilated_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    *raw: Any,
-) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n); the arguments are those of `functional.dilated_attention`."""
+def check_execution(execution: Execution | None) -> Execution:
+    """The execution, or the default one; raises where its memory does not exist."""
+    if execution is None:
+        return _FRESH
+    if not isinstance(execution, Execution):
+        raise TypeError(f"execution must be an Execution or None, got {type(execution).__name__}")
+    check_memory(execution.memory)
+    return execution
 
-    def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
-        documents = _documents(options, inputs, cu_seqlens)
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Keeps autocast, which acts on what the caller passes in, from lowering the precision inside."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order of the schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    seed: Tensor | None = None
+    starts: Tensor | None = None
+    columns: Tensor | None = None
+
+
+def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> Inputs:
+    """The tensors of a call and the kernel that runs it."""
+    q, k, v, key_mask, _, seed, *_ = tensors
+    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
+    kernel = choose_kernel(request, options.kernel)
+    drawn = 0 if seed is None else int(seed.item())
+    return Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, kernel, workspace)
+
+
+class Dilated(NamedTuple):
+    """Dilated attention; `steps` and `head_slice` as in `functional.attend`."""
+
+    spec: DilatedSpec
+    steps: int = 1
+    head_slice: tuple[int, ...] = ()
+
+    def options(self, q: Tensor, execution: Execution) -> RunOptions:
+        return run_options(self.spec, q.shape[-1], execution, DEFAULT_WORKSPACE_BYTES)
+
+    def run(self, options: RunOptions, tensors: Tensors, inputs: Inputs, merged: Merged | None) -> Any:
+        """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
+        direction: Pass = "forward" if merged is None else "backward"
+        documents = self._documents(options, inputs, tensors.cu_seqlens)
         if documents.batches:
-            return packed.forward(documents, partial(_plan, options, "forward", q.element_size()), inputs)
-        return engine.forward(_whole_plan(options, "forward", q, k, cu_seqlens), inputs)
-
-    with without_autocast(q.device):
-        return with_memory(Options(*raw), q.device, attend)
-
-
-@torch.library.custom_op(
-    "dilated_attention_pytorch::dilated_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
-)
-def dilated_attention_backward_op(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    *raw: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the forward's results and the gradients of its outputs."""
-
-    def attend(options: Options, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = attention_inputs(options, q, k, v, key_mask, seed, workspace)
-        merged = Merged(out, lse, grad_out, grad_lse)
-        documents = _documents(options, inputs, cu_seqlens)
-        if documents.batches:
-            make_plan = partial(_plan, options, "backward", q.element_size())
+            make_plan = partial(self._plan, options, direction, inputs.q.element_size())
+            if merged is None:
+                return packed.forward(documents, make_plan, inputs)
             return packed.backward(documents, make_plan, inputs, merged)
-        return engine.backward(_whole_plan(options, "backward", q, k, cu_seqlens), inputs, merged)
+        plan = self._whole_plan(options, tensors, direction)
+        return engine.forward(plan, inputs) if merged is None else engine.backward(plan, inputs, merged)
 
-    with without_autocast(q.device):
-        return with_memory(Options(*raw), q.device, attend)
+    def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
+        """How many matrix products a pass computes, and over how many pairs of rows each of them goes."""
+        attends_again = 2 if self.spec.detach_mixing else 0
+        num = 2 if direction == "forward" else 5 + attends_again
+        return num, self._whole_plan(options, tensors, direction).num_pairs
 
+    def _whole_plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+        b, n, h, d = tensors.q.shape
+        docs = None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, n)
+        shape = Shape(b, n, h, tensors.k.shape[2], d)
+        return self._plan(options, direction, tensors.q.element_size(), shape, docs)
 
-def _whole_plan(options: Options, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Plan:
-    b, n, h, d = q.shape
-    docs = None if cu_seqlens is None else document_bounds(cu_seqlens, n)
-    return _plan(options, direction, q.element_size(), Shape(b, n, h, k.shape[2], d), docs)
+    def _plan(
+        self,
+        options: RunOptions,
+        direction: Pass,
+        itemsize: int,
+        shape: Shape,
+        docs: tuple[int, ...] | None = None,
+    ) -> Plan:
+        first, total = self.head_slice or (0, shape.h)
+        return plan_dilated(
+            self.spec,
+            shape,
+            itemsize=itemsize,
+            direction=direction,
+            docs=docs,
+            workspace_bytes=options.workspace_bytes,
+            cache=get_global_pattern_cache() if options.use_pattern_cache else None,
+            steps=self.steps,
+            part=Part(shape.n, 0, total, first),
+        )
 
-
-def _plan(
-    options: Options, direction: Pass, itemsize: int, shape: Shape, docs: tuple[int, ...] | None = None
-) -> Plan:
-    first, total = options.head_slice or (0, shape.h)
-    return plan_dilated(
-        options.spec,
-        shape,
-        itemsize=itemsize,
-        direction=direction,
-        docs=docs,
-        workspace_bytes=options.workspace_bytes,
-        cache=get_global_pattern_cache() if options.use_pattern_cache else None,
-        steps=options.steps,
-        part=Part(shape.n, 0, total, first),
-    )
-
-
-def _documents(options: Options, inputs: Inputs, cu_seqlens: Tensor | None) -> Documents:
-    if cu_seqlens is None:
-        return Documents(())
-    _, n, h, d = inputs.q.shape
-    bounds = document_bounds(cu_seqlens, n)
-    row_bytes = 2 * (h + inputs.k.shape[2]) * d * inputs.q.element_size()
-    rows_fit = options.workspace_bytes // (4 * row_bytes)  # beside the tiles, and measured as fastest
-    if not options.use_pattern_cache:
-        return group_documents(bounds, options.spec, rows_fit)
-    key = ("documents", digest(bounds), options.is_causal, options.tail, rows_fit)
-    build = partial(group_documents, bounds, options.spec, rows_fit)
-    documents: Documents = get_global_pattern_cache().get_or_build(key, build)
-    return documents
-
-
-def document_bounds(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
-    """The boundaries of packed documents as numbers, checked."""
-    bounds = tuple(cu_seqlens.tolist())
-    check_bounds(bounds, n)
-    return bounds
-
-
-def check_bounds(bounds: tuple[int, ...], n: int) -> None:
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != n:
-        raise ValueError(f"cu_seqlens must run from 0 to the sequence length {n}, got {_short(bounds)}")
-    if any(following < bound for bound, following in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must not decrease, got {_short(bounds)}")
+    def _documents(self, options: RunOptions, inputs: Inputs, cu_seqlens: Tensor | None) -> Documents:
+        if cu_seqlens is None:
+            return Documents(())
+        _, n, h, d = inputs.q.shape
+        bounds = document_bounds(cu_seqlens, n)
+        row_bytes = 2 * (h + inputs.k.shape[2]) * d * inputs.q.element_size()
+        rows_fit = options.workspace_bytes // (4 * row_bytes)  # beside the tiles, and measured as fastest
+        build = partial(group_documents, bounds, self.spec, rows_fit)
+        if not options.use_pattern_cache:
+            return build()
+        key = ("documents", digest(bounds), self.spec.is_causal, self.spec.tail, rows_fit)
+        documents: Documents = get_global_pattern_cache().get_or_build(key, build)
+        return documents
 
 
-def _short(values: tuple[int, ...]) -> str:
-    return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"
+class BlockSparse(NamedTuple):
+    """Block-sparse attention; of `spec` is_causal, scale and dropout_p count.
+
+    The pattern is either built from a recipe, or given by tensors; then `recipe` is the pattern's key, under
+    which its plan is cached, or empty if it is not worth keeping.
+    """
+
+    spec: DilatedSpec
+    recipe: str
+    block_size: int = 0
+
+    def options(self, q: Tensor, execution: Execution) -> RunOptions:
+        # Known only where the op runs: compilers cannot ask for threads.
+        return run_options(self.spec, q.shape[-1], execution, BYTES_A_THREAD * torch.get_num_threads())
+
+    def run(self, options: RunOptions, tensors: Tensors, inputs: Inputs, merged: Merged | None) -> Any:
+        plan, size = self.plan(options, tensors), options.workspace_bytes
+        if merged is None:
+            return block_engine.forward(plan, inputs, size)
+        return block_engine.backward(plan, inputs, size, merged)
+
+    def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
+        pattern = self.plan(options, tensors).pattern
+        heads = tensors.q.shape[0] * tensors.q.shape[2]
+        return 2 if direction == "forward" else 5, pattern.num_pairs * (heads // len(pattern))
+
+    def plan(self, options: RunOptions | Execution, tensors: Tensors) -> BlockPlan:
+        n, num_heads = tensors.q.shape[1:3]
+        build = partial(self._build, n, num_heads, tensors.starts, tensors.columns)
+        if not options.use_pattern_cache or not self.recipe:
+            return build()
+        # The same pattern may serve any number of heads, but not the draws of a random one.
+        key = ("block_sparse", self.recipe, n, num_heads, self.spec.is_causal)
+        return get_block_pattern_cache().get_or_build(key, build)
+
+    def _build(self, n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None) -> BlockPlan:
+        is_causal = self.spec.is_causal
+        if starts is not None and columns is not None:
+            pattern = BlockPattern(n, self.block_size, starts.cpu(), columns.cpu())
+            return plan_blocks(pattern.causal() if is_causal else pattern)
+        config, branches = _read_recipe(self.recipe)
+        return plan_blocks(build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches))
 
 
-register_attention(dilated_attention_op, dilated_attention_backward_op, num_tensors=6)
+def block_spec(is_causal: bool, scale: float | None, dropout_p: float) -> DilatedSpec:
+    """What block-sparse attention has in common with dilated attention, checked."""
+    return DilatedSpec((1,), (1,), is_causal, scale, dropout_p)
 
 
-def _flops(
-    matmuls: int, direction: Pass, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, raw: tuple[Any, ...]
-) -> int:
-    plan = _whole_plan(Options(*raw), direction, q, k, cu_seqlens)
-    return 2 * matmuls * q.shape[-1] * plan.num_pairs
+def write_recipe(config: SparsePatternConfig, branches: Sequence[tuple[int, int]]) -> str:
+    """A config and its branches as a string."""
+    return repr((astuple(config), tuple(branches)))
 
 
-@register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention, get_raw=True)
-def _(
-    q: Tensor, k: Tensor, _v: Tensor, _mask: Any, cu_seqlens: Tensor | None, _seed: Any, *raw: Any, **_: Any
-) -> int:
-    return _flops(2, "forward", q, k, cu_seqlens, raw)
+@lru_cache(maxsize=256)
+def _read_recipe(recipe: str) -> tuple[SparsePatternConfig, tuple[tuple[int, int], ...]]:
+    config, branches = ast.literal_eval(recipe)
+    return SparsePatternConfig(*config), branches
 
 
-@register_flop_formula(torch.ops.dilated_attention_pytorch.dilated_attention_backward, get_raw=True)
-def _(*args: Any, **_: Any) -> int:
-    q, k, _v, _mask, cu_seqlens, _seed, *raw = args[4:]  # after the gradients, out and lse
-    attends_again = 2 if Options(*raw).detach_mixing else 0
-    return _flops(5 + attends_again, "backward", q, k, cu_seqlens, tuple(raw))
+@remembered
+def write_spec(kind: str, spec: DilatedSpec, *rest: Any) -> str:
+    """The `spec` of the ops, as Python literals: of "dilated" or "blocks", with the rest of its fields."""
+    values = [index(x) if isinstance(x, int) else x for x in rest]  # symbols of compilers become numbers
+    return repr((kind, tuple([getattr(spec, name) for name in SPEC_FIELDS]), *values))
+
+
+@remembered
+def write_execution(execution: Execution) -> str:
+    """The `execution` of the ops, as Python literals."""
+    size = execution.workspace_bytes
+    size = None if size is None else index(size)  # a symbol of compilers becomes a number
+    return repr((execution.kernel, size, execution.memory, execution.use_pattern_cache))
+
+
+@lru_cache(maxsize=1024)
+def _read(spec: str, execution: str) -> tuple[Dilated | BlockSparse, Execution]:
+    kind, fields, *rest = ast.literal_eval(spec)
+    work = (Dilated if kind == "dilated" else BlockSparse)(DilatedSpec(*fields), *rest)
+    return work, Execution(*ast.literal_eval(execution))
+
+
+_NUM_TENSORS = len(Tensors._fields)
+_ARGUMENTS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Tensors._fields)
+_ARGUMENTS += ", str spec, str execution"
+# `torch.library.custom_op` would cost twice as much a call.
+_LIBRARY: Any = torch.library.Library("dilated_attention_pytorch", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(
+    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGUMENTS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_OPS = torch.ops.dilated_attention_pytorch
+attention_op, attention_backward_op = _OPS.attention.default, _OPS.attention_backward.default
+
+
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> Any:
+    return _run(args, Merged(out, lse, grad_out, grad_lse))
+
+
+def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
+    tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
+    options = work.options(tensors.q, execution)
+
+    def attend(workspace_bytes: int, workspace: Workspace) -> Any:
+        sized = options._replace(workspace_bytes=workspace_bytes)
+        return work.run(sized, tensors, attention_inputs(sized, tensors, workspace), merged)
+
+    device, shrinks = tensors.q.device, not options.dropout_p  # whose masks depend on the tiles
+    with without_autocast(device):
+        return run_with_memory(options.memory, options.workspace_bytes, device, attend, may_shrink=shrinks)
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, n, h, _d = q.shape
+    lse = q.new_empty((b, h, n), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in args[4:7])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attention_op(*args)
+        ctx.save_for_backward(*args[:_NUM_TENSORS], out, lse)
+        ctx.strings = args[_NUM_TENSORS:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        others = (None,) * (_NUM_TENSORS - 3 + len(ctx.strings))
+        if grad_out is None and grad_lse is None:
+            return None, None, None, *others
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        return *attention_backward_op(grad_out, grad_lse, out, lse, *tensors, *ctx.strings), *others
+
+
+def _autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in args[:3]):
+        result: tuple[Tensor, Tensor] = _Attention.apply(*args)  # type: ignore[no-untyped-call]
+        return result
+    with torch._C._AutoDispatchBelowAutograd():
+        result = attention_op(*args)
+    return result
+
+
+_LIBRARY.impl("attention", lambda *args: _run(args), "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _autograd, "Autograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("dilated_attention_pytorch::attention", _fake, lib=_LIBRARY)
+torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fake_backward, lib=_LIBRARY)
+
+
+def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
+    tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
+    matmuls, pairs = work.matmuls(work.options(tensors.q, execution), tensors, direction)
+    return 2 * matmuls * pairs * tensors.q.shape[-1]
+
+
+register_flop_formula(_OPS.attention, get_raw=True)(lambda *args, **_: _flops("forward", args))
+# The gradients, out and lse come first.
+register_flop_formula(_OPS.attention_backward, get_raw=True)(lambda *args, **_: _flops("backward", args[4:]))

@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, takes_spec
 
 __all__ = ["block_sparse_attention_reference", "dilated_attention_reference", "multiplicity"]
 
 
+@takes_spec
 def dilated_attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Sequence[int] | DilatedSpec,
+    dilation_rates: Sequence[int] | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -44,8 +45,8 @@ def dilated_attention_reference(
 
     Does not confine NaN or infinity: in a dense product they also reach outputs that do not depend on them.
     """
-    branches = (tuple(segment_lengths), tuple(dilation_rates))
-    spec = DilatedSpec(*branches, is_causal, scale, dropout_p, head_mixing, head_offsets, tail, detach_mixing)
+    lists, mixing = (segment_lengths, dilation_rates), (head_mixing, head_offsets, tail, detach_mixing)
+    spec = DilatedSpec(*lists, is_causal, scale, dropout_p, *mixing)  # type: ignore[arg-type]
     b, n, h, d = q.shape
     if h % k.shape[2]:
         raise ValueError(f"key heads must divide query heads, got {k.shape[2]} key and {h} query heads")

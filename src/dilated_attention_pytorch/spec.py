@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, TypeVar, get_args
 
-from .checks import check_flags, check_whole_number, finite_float, one_of, positive_int, positive_ints
+from .checks import (
+    check_flags,
+    check_positive_int,
+    check_whole_number,
+    finite_float,
+    one_of,
+    positive_int,
+    positive_ints,
+    refuse_keywords,
+)
 
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
 Tail = Literal["exact", "phantom"]
+KernelName = Literal["auto", "stock", "eager"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
 DEFAULT_DILATION_RATES = (1, 2, 4)
 
@@ -70,6 +83,61 @@ class DilatedSpec:
     def branches(self) -> tuple[tuple[int, int], ...]:
         """`((segment length, dilation rate), ...)` in the caller's order."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+
+SPEC_FIELDS = tuple(field.name for field in fields(DilatedSpec))
+
+
+def takes_spec(function: _Function) -> _Function:
+    """Lets a `DilatedSpec` stand for `segment_lengths, dilation_rates` and the options that it holds.
+
+    It also refuses keywords that the function does not have, as `checks.named_keywords` does.
+    """
+    name, known = function.__name__, signature(function).parameters.keys()
+    place = tuple(known).index("segment_lengths")
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        refuse_keywords(name, given, known)
+        spec = args[place] if len(args) > place else given.get("segment_lengths")
+        if not isinstance(spec, DilatedSpec):
+            return function(*args, **given)
+        twice = [each for each in SPEC_FIELDS[1:] if each in given]
+        if twice or len(args) > place + 1:
+            again = twice[0] if twice else SPEC_FIELDS[1]
+            raise TypeError(f"{name} takes {again} from the DilatedSpec that it is given, got it again")
+        return function(*args[:place], **{**given, **{each: getattr(spec, each) for each in SPEC_FIELDS}})
+
+    return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a call runs, not what it computes. Hashable and free of tensors; validated on construction.
+
+    Args:
+        kernel: "stock" is torch's fused attention, "eager" runs everywhere; a named kernel runs or raises why
+            it cannot. "auto" takes the first that can.
+        workspace_bytes: what gathered rows and accumulators may take. By default 32 MiB for dilated, 4 MiB a
+            thread for block-sparse attention.
+        memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees
+            and tries again when memory runs out), "lightweight" (the pool's scratch only), or the `name` of a
+            buffer manager.
+        use_pattern_cache: keep the plan of this shape for later calls; False plans each call anew.
+    """
+
+    kernel: str = "auto"
+    workspace_bytes: int | None = None
+    memory: str = "fresh"
+    use_pattern_cache: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("kernel", self.kernel, get_args(KernelName))
+        if self.workspace_bytes is not None:
+            check_positive_int("workspace_bytes", self.workspace_bytes)
+        if not isinstance(self.memory, str):
+            raise TypeError(f"memory must be the name of a source of memory, got {self.memory!r}")
+        check_flags(use_pattern_cache=self.use_pattern_cache)
 
 
 Branches = tuple[tuple[int, ...], tuple[int, ...]]

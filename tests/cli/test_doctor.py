@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import __version__, functional
+from dilated_attention_pytorch.cli import doctor, doctor_facts
 from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.kernels import cpu_flash
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +41,15 @@ def test_facts_are_those_of_this_process(report: dict[str, Any]) -> None:
     assert ("gloo" in report["distributed"]["backends"]) == torch.distributed.is_gloo_available()
 
 
-def test_every_kernel_runs_or_says_why_not(report: dict[str, Any]) -> None:
+def test_every_kernel_runs_or_says_why_not(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = [entry for entry in report["kernels"] if entry["device"] == "cpu"]
     assert {entry["dtype"] for entry in on_cpu} == {"float64", "float32", "bfloat16", "float16"}
     for entry in on_cpu:
-        assert entry["chosen"] == (entry["kernel"] == "cpu_flash")
-    assert {entry["why_not"] for entry in on_cpu if entry["kernel"] == "cuda"} == {
-        "it runs on cuda, and the tensors are on cpu"
-    }
+        assert entry["chosen"] == (entry["kernel"] == "stock")
+    assert {entry["kernel"] for entry in on_cpu} == {"stock", "eager"}
+    monkeypatch.setattr(cpu_flash, "_DTYPES", (torch.float32,))
+    text = "\n".join(doctor._kernels(doctor_facts.kernels()))
+    assert "stock            cpu, float64: cannot: it takes torch.float32, and the tensors are" in text
 
 
 def test_self_check_covers_options_kernels_and_dtypes(report: dict[str, Any]) -> None:
@@ -69,8 +72,8 @@ def test_text_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch            {torch.__version__}".split() == next(
         line.split() for line in text.splitlines() if line.split()[:1] == ["torch"]
     )
-    assert "cpu_flash        cpu, float64 float32 bfloat16 float16: taken by auto" in text
-    assert "cannot: it runs on cuda, and the tensors are on cpu" in text
+    assert "stock            cpu, float64 float32 bfloat16 float16: taken by auto" in text
+    assert "eager            cpu, float64 float32 bfloat16 float16: can run when named" in text
     assert "checks passed." in text
     assert "\x1b" not in text  # no colours: this is no terminal
 

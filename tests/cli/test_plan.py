@@ -33,7 +33,7 @@ ENVIRONMENT = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(ROOT / "src"), "OMP_
 # a fork of its own, in which no freed memory of others hides: only that of a warm-up of 64 positions.
 MEASURE = """
 import json, os, sys, torch
-from dilated_attention_pytorch import functional
+from dilated_attention_pytorch import Execution, functional
 from dilated_attention_pytorch.bench.measure import read_status, reset_peak_memory
 
 def make(case, n):
@@ -42,7 +42,8 @@ def make(case, n):
 
 def run(case, tensors):
     leaves = [x.requires_grad_(case["train"]) for x in tensors[:3]]
-    options = {"is_causal": case["causal"], "memory": case["memory"], "return_lse": True}
+    execution = Execution(memory=case["memory"])
+    options = {"is_causal": case["causal"], "execution": execution, "return_lse": True}
     out, lse = functional.dilated_attention(*leaves, *case["branches"], **options)
     return (out, lse, *torch.autograd.grad(out, leaves, tensors[3])) if case["train"] else (out, lse)
 

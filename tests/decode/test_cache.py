@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import dilated_attention
+from dilated_attention_pytorch import Execution, dilated_attention
 from dilated_attention_pytorch.decode import DilatedKVCache, attend_last
 from dilated_attention_pytorch.decode.lanes import plan_lanes
+from dilated_attention_pytorch.kernels import cpu_flash
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec
 from support.configurations import segment_and_rate
+from support.executions import packed
 from support.tolerances import assert_close
 
 
@@ -67,7 +69,7 @@ class Stream:
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=4,
-            workspace_bytes=self.workspace_bytes,
+            execution=Execution(workspace_bytes=self.workspace_bytes),
             **options,
         )
 
@@ -183,7 +185,7 @@ def test_attend_last_equals_the_definition(stream: Stream, data: st.DataObject) 
     m = data.draw(st.integers(1, n))
     starts = data.draw(st.lists(st.integers(0, n), min_size=b, max_size=b))
     q, k, v = tensors
-    options = {**stream.options, "workspace_bytes": stream.workspace_bytes}
+    options = packed({**stream.options, "workspace_bytes": stream.workspace_bytes})
     out = attend_last(q[:, n - m :], k, v, **options, starts=starts)
     for row, start in enumerate(starts):
         want = torch.zeros(n, *q.shape[2:], dtype=torch.float64)
@@ -344,7 +346,9 @@ def bad_cache(**changes: Any) -> DilatedKVCache:
         ({"num_heads": 6}, ValueError, "num_kv_heads must divide num_heads, got 4 and 6"),
         ({"dilation_rates": [1, 2]}, ValueError, "same length, got 1 and 2"),
         ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point torch.dtype"),
-        ({"kernel": "fast"}, ValueError, "kernel must be one of"),
+        ({"kernel": "eager"}, TypeError, "has no 'kernel'; execution=Execution\\(kernel=...\\) is meant"),
+        ({"execution": "fast"}, TypeError, "execution must be an Execution or None, got str"),
+        ({"execution": Execution(memory="pool")}, ValueError, "takes fresh memory, got .*'pool'"),
     ],
 )
 def test_bad_settings(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -375,9 +379,10 @@ def test_bad_tokens(tensors: Any, options: Any, error: type[Exception], message:
     assert cache.lengths == (0, 0)
 
 
-def test_a_call_that_fails_fixes_neither_device_nor_dtype() -> None:
-    cache = bad_cache(kernel="cuda")
-    with pytest.raises(ValueError, match="kernel 'cuda' cannot run this call"):
+def test_a_call_that_fails_fixes_neither_device_nor_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_flash, "_DTYPES", ())
+    cache = bad_cache(execution=Execution("stock"))
+    with pytest.raises(ValueError, match="kernel 'stock' cannot run this call"):
         cache.attend(X, X, X)
     assert (cache.device, cache.dtype) == (None, None)
 

@@ -154,12 +154,14 @@ def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for two other processes with 50 and 0 positions; `tests/ring` has real ones."""
     calls: list[Any] = []
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, pattern: Any, **options: Any) -> Tensor:
+    def attend(query: Tensor, _key: Any, _value: Any, pattern: Any, *how: Any, **options: Any) -> Tensor:
+        make_spec, execution, settings = how
+        options |= {**vars(make_spec()), **vars(execution), **settings._asdict()}
         calls.append((pattern(50 + query.shape[1]), options))
         return query
 
     monkeypatch.setattr(ring_module, "group_size", lambda group: 3)
-    monkeypatch.setattr(block_sparse_module, "ring_block_sparse_attention", attend)
+    monkeypatch.setattr(block_sparse_module, "attend_ring_blocks", attend)
     q, k, v = tensors()
     mask = torch.ones(2, 150, dtype=torch.bool)
     config = SparsePatternConfig("random", 0.3, 16, seed=77)

@@ -141,10 +141,11 @@ def test_a_group_of_one_is_one_process(cls: type[RingDilatedAttentionV2], lone_g
 
 
 class Calls(list[dict[str, Any]]):
-    """Stands for `ring_dilated_attention` and keeps what it was called with."""
+    """Stands for `attend_ring` and keeps what it was called with."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        self.append(options)
+    def __call__(self, query: Tensor, _key: Any, _value: Any, *how: Any, **options: Any) -> Tensor:
+        make_spec, execution, settings = how
+        self.append({**vars(make_spec()), **vars(execution), **settings._asdict(), **options})
         return query * 2
 
 
@@ -152,7 +153,7 @@ class Calls(list[dict[str, Any]]):
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
     monkeypatch.setattr(ring_module, "group_size", lambda group: 2)
-    monkeypatch.setattr(ring_module, "ring_dilated_attention", calls)
+    monkeypatch.setattr(ring_module, "attend_ring", calls)
     return calls
 
 

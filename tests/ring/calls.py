@@ -10,12 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch import block_sparse_attention, dilated_attention
-from dilated_attention_pytorch.ring import (
-    RingSchedule,
-    plan_ring,
-    ring_block_sparse_attention,
-    ring_dilated_attention,
-)
+from dilated_attention_pytorch.ring import RingSchedule, plan_ring
+from support.executions import ring, ring_blocks
 
 from .configurations import Blocks, Dilated, Inputs
 
@@ -38,10 +34,10 @@ def attend_shard(
         **config.execution,
     }
     if isinstance(config, Blocks):
-        return ring_block_sparse_attention(*tensors, config.pattern(config), **{**options, **changes})
+        return ring_blocks(*tensors, config.pattern(config), **{**options, **changes})
     assert isinstance(config, Dilated)
     options |= {"strategy": config.strategy, "cu_seqlens": config.cu_seqlens(), **changes}
-    return ring_dilated_attention(*tensors, config.segment_lengths, config.dilation_rates, **options)
+    return ring(*tensors, config.segment_lengths, config.dilation_rates, **options)
 
 
 def plan_of(config: Dilated, strategy: str = "ring") -> RingSchedule:

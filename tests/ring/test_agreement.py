@@ -21,6 +21,7 @@ from dilated_attention_pytorch import (
     shard_positions,
     unshard_sequence,
 )
+from support.executions import ring
 from support.ranks import run_ranks
 
 X = torch.ones(1, 8, 2, 4)
@@ -85,7 +86,7 @@ CASES = (
     ),
     Case(
         "many steps",
-        lambda odd: ring_dilated_attention(X, X, X, [8], [1], steps=2**70 if odd else 1, **WAIT),
+        lambda odd: ring(X, X, X, [8], [1], steps=2**70 if odd else 1, **WAIT),
         "steps must be below|refused",
     ),
     Case(

@@ -14,6 +14,7 @@ from dilated_attention_pytorch import (
     ring_block_sparse_attention,
     ring_dilated_attention,
 )
+from support.executions import packed
 from support.ranks import run_ranks
 
 Attention = Callable[..., Tensor]
@@ -34,7 +35,7 @@ def check(rank: int, kind: str, workspace_bytes: int) -> list[float]:
 
     def attend(v: Tensor) -> Tensor:
         torch.manual_seed(7)  # the same on all ranks
-        options = {"dropout_p": 0.4, "workspace_bytes": workspace_bytes, "timeout": 30.0}
+        options = packed({"dropout_p": 0.4, "workspace_bytes": workspace_bytes, "timeout": 30.0})
         return KINDS[kind](q, k, v, **options)
 
     values = v.clone().requires_grad_()

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import BlockPattern, dilated_attention
-from dilated_attention_pytorch.ring import RingError, ring_block_sparse_attention, ring_dilated_attention
+from dilated_attention_pytorch.ring import RingError, ring_dilated_attention
 from ring.calls import attend_shard, attend_whole, expect_shard, run_shard
 from ring.configurations import Inputs, blocks, dilated, drawn
+from support.executions import ring, ring_blocks
 from support.ranks import run_ranks, watch_ranks
 from support.tolerances import assert_close
 
@@ -197,9 +198,7 @@ DISAGREEMENTS = (
     Disagreement("shape of the mask", "key_mask", REFUSED, options={"key_mask": MASK[:, 1:]}, common=MASKED),
     Disagreement("dtype of the mask", "key_mask", REFUSED, options={"key_mask": MASK.float()}, common=MASKED,
                  error=TypeError),
-    Disagreement("kernel", "kernel", REFUSED, options={"kernel": "abacus"}),
     Disagreement("memory", "memory", REFUSED, options={"memory": "cloud"}),
-    Disagreement("workspace", "workspace_bytes", REFUSED, options={"workspace_bytes": 0}),
     Disagreement("unknown strategy", "strategy", REFUSED, options={"strategy": "star"}),
     Disagreement("steps below one", "steps", REFUSED, options={"steps": 0}),
     Disagreement("detached ring", "detach_mixing", common={"strategy": "ring", "detach_mixing": True}),
@@ -233,9 +232,9 @@ def call(rank: int, case: Disagreement) -> Any:
         length = 26 if is_odd and case.pattern == "length" else 24
         layout = torch.ones(-(-length // block), -(-length // block), dtype=torch.bool)
         pattern = BlockPattern.from_layout(layout, length, block)
-        return ring_block_sparse_attention(*tensors, pattern, **options)
+        return ring_blocks(*tensors, pattern, **options)
     branches = {"segment_lengths": (8, 24), "dilation_rates": (1, 2), **options}
-    return ring_dilated_attention(*tensors, **branches)
+    return ring(*tensors, **branches)
 
 
 def disagree(rank: int) -> dict[str, tuple[str, str]]:

@@ -59,7 +59,7 @@ NAMES: dict[Callable[[Any], bad.Bad], str] = {
     bad.integers: "segment_lengths dilation_rates",
     bad.device: "device",
     bad.dtype: "dtype",
-    bad.anything: "pattern config group cache caches attention buffer_manager pool",
+    bad.anything: "pattern config execution group cache caches attention buffer_manager pool",
     bad.mapping: "sparse_config attention_options",
     bad.tensor: "q k v x query key value src tgt coords prompt tokens",
     bad.mask: (
@@ -163,7 +163,6 @@ def sizes_without_zero(_: Any) -> bad.Bad:
 
 QKV = {"q": X, "k": X, "v": X}
 INPUTS = {"query": X, "key": X, "value": X}
-RUN = "kernel workspace_bytes use_pattern_cache"
 SPEC = "scale head_mixing head_offsets"
 POOLING = "enable_memory_pool enable_profiling lightweight_pool use_pattern_cache"
 SKIN = (
@@ -191,31 +190,37 @@ ENTRIES: dict[str, Entry] = {
     "DilatedSpec": Entry(
         package.DilatedSpec, BRANCHES, defaults(f"is_causal dropout_p tail detach_mixing {SPEC}")
     ),
+    "Execution": Entry(
+        package.Execution,
+        {},
+        defaults("kernel workspace_bytes memory use_pattern_cache"),
+        {"memory": without(bad.choice, "a word")},  # managers have names: calls look for them
+    ),
     "dilated_attention": Entry(
         package.dilated_attention,
         {**QKV, **BRANCHES},
         defaults(
-            f"is_causal dropout_p tail detach_mixing return_lse steps memory head_slice {SPEC} {RUN}",
+            f"is_causal dropout_p tail detach_mixing return_lse execution {SPEC}",
             key_mask=MASK,
             cu_seqlens=None,
         ),
-        {"memory": bad.choice, "cu_seqlens": bounds, "head_slice": bad.anything},
+        {"cu_seqlens": bounds},
     ),
     "ring_dilated_attention": Entry(
         package.ring_dilated_attention,
         {**QKV, **BRANCHES},
-        defaults(f"is_causal dropout_p steps group strategy timeout shard_lengths {RUN}", key_mask=MASK),
+        defaults("is_causal dropout_p group strategy timeout shard_lengths execution", key_mask=MASK),
         {"shard_lengths": lists},
     ),
     "block_sparse_attention": Entry(
         package.block_sparse_attention,
         {**QKV, "pattern": PATTERN},
-        defaults(f"is_causal scale dropout_p return_lse {RUN}", key_mask=MASK),
+        defaults("is_causal scale dropout_p return_lse execution", key_mask=MASK),
     ),
     "ring_block_sparse_attention": Entry(
         package.ring_block_sparse_attention,
         {**QKV, "pattern": PATTERN},
-        defaults(f"is_causal scale dropout_p return_lse group timeout steps {RUN}", key_mask=MASK),
+        defaults("is_causal scale dropout_p return_lse group timeout execution", key_mask=MASK),
     ),
     "build_block_pattern": Entry(
         package.build_block_pattern,

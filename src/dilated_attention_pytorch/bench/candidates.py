@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import functional
 from ..core import AttentionBufferManager, reset_global_pattern_cache
 from ..plan import Plan, Shape, plan_dilated
+from ..spec import Execution
 from .cases import PoolCase, TimeCase
 from .config import Config
 
@@ -64,8 +65,7 @@ def attend(
         config.dilation_rates,
         is_causal=config.is_causal,
         return_lse=True,
-        memory=memory,
-        use_pattern_cache=use_pattern_cache,
+        execution=Execution(memory=memory, use_pattern_cache=use_pattern_cache),
     )
     assert isinstance(result, tuple)
     return result

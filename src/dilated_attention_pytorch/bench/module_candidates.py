@@ -16,7 +16,7 @@ from torch.nn import functional as torch_functional
 
 from .. import block_sparse, functional, modules, ring
 from ..checks import did_you_mean
-from ..spec import SparsePatternConfig
+from ..spec import Execution, SparsePatternConfig
 from .module_cases import ModuleConfig
 from .peers import FlexAttention, LocalWindows, why_not_flex, why_not_local, why_not_torchscale
 from .sparse_candidates import make_pattern
@@ -92,8 +92,7 @@ def _call_options(config: ModuleConfig) -> dict[str, Any]:
     memory = "fresh" if config.memory is None else config.memory
     return {
         "is_causal": config.is_causal,
-        "memory": memory,
-        "use_pattern_cache": config.use_pattern_cache,
+        "execution": Execution(memory=memory, use_pattern_cache=config.use_pattern_cache),
     }
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import block_sparse, functional
 from ..bench.exactness import TOLERANCE, Check, run_checks
 from ..bench.gate import TOLERANCES
-from ..kernels import KERNELS, Request
+from ..kernels import Request, kernels_for
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
-from ..spec import SparsePatternConfig
+from ..spec import Execution, SparsePatternConfig
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
 BRANCHES = ((16, 64), (1, 4))
@@ -24,7 +24,7 @@ def verdicts() -> Iterator[Check]:
     """Options against the definition, then each kernel in each dtype, pooled memory and block patterns."""
     yield from run_checks()
     for device in devices():
-        for kernel in KERNELS:
+        for kernel in kernels_for(device):
             for dtype in dtypes_of(device):
                 if kernel.why_not(Request(device, dtype)) is None:
                     yield check_call(
@@ -58,7 +58,7 @@ def check_call(
     options: dict[str, Any] = {"is_causal": True}
     expected = _with_gradients(dilated_attention_reference, tensors, torch.float64, *BRANCHES, **options)
     here = tuple(x.to(device) for x in tensors)
-    options |= {"kernel": kernel, "memory": memory}
+    options["execution"] = Execution(kernel, memory=memory)
     actual = _with_gradients(functional.dilated_attention, here, dtype, *BRANCHES, **options)
     return _judge(title, actual, expected, TOLERANCES.get(name_of(dtype), TOLERANCE))
 

@@ -12,7 +12,7 @@ from .. import __version__
 from ..bench.machine import machine_facts
 from ..core import get_global_memory_pool, get_global_pattern_cache
 from ..core.host_memory import device_memory, host_memory, numa_nodes
-from ..kernels import KERNELS, Request, choose_kernel
+from ..kernels import Request, choose_kernel, kernels_for
 from .doctor_checks import devices, dtypes_of, name_of
 
 # What each optional package is for.
@@ -124,7 +124,7 @@ def kernels() -> list[dict[str, Any]]:
         for dtype in dtypes_of(device):
             request = Request(device, dtype)
             chosen = choose_kernel(request).name
-            for kernel in KERNELS:
+            for kernel in kernels_for(device):
                 entry = {"device": str(device), "dtype": name_of(dtype), "kernel": kernel.name}
                 found.append({**entry, "chosen": kernel.name == chosen, "why_not": kernel.why_not(request)})
     return found

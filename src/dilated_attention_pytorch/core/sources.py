@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from .attention_buffer_manager import find_buffer_manager
+from .host_memory import describe_bytes, is_out_of_memory
 from .memory_pool import get_global_memory_pool
+from .relief import out_of_memory, release_idle_memory
 from .workspace import Workspace
 
 LendWorkspace = Callable[[torch.device], AbstractContextManager[Workspace]]
+_T = TypeVar("_T")
 FRESH, POOL, LIGHTWEIGHT = "fresh", "pool", "lightweight"
 
 
@@ -34,6 +38,41 @@ def retries(memory: str) -> bool:
     """Whether a call that runs out of memory of this source tries again: a buffer manager may say no."""
     manager = find_buffer_manager(memory)
     return manager is None or manager.retries
+
+
+def run_with_memory(
+    memory: str,
+    workspace_bytes: int,
+    device: torch.device,
+    attend: Callable[[int, Workspace], _T],
+    *,
+    may_shrink: bool,
+) -> _T:
+    """`attend(workspace_bytes, workspace)` with a workspace of the named source.
+
+    A call with pooled memory that runs out of it frees all that is idle and tries again, then, if it
+    `may_shrink`, in smaller tiles.
+    """
+    lend = find_source(memory)
+    if lend is None:
+        return attend(workspace_bytes, Workspace())
+    if not retries(memory):
+        with lend(device) as workspace:
+            return attend(workspace_bytes, workspace)
+    smaller = (workspace_bytes // 8, workspace_bytes // 64) if may_shrink else ()
+    for size in (workspace_bytes, workspace_bytes, *smaller):
+        try:
+            with lend(device) as workspace:
+                return attend(max(1, size), workspace)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
+        release_idle_memory()
+    tried = "after all idle buffers were freed"
+    if smaller:
+        tried += f" and tiles cut to {describe_bytes(size)}"
+    raise out_of_memory(failure, device, tried) from failure
 
 
 def check_memory(memory: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +27,17 @@ def uncompiled(function: Function) -> Function:
         return (disabled or function)(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(Function, call)
+
+
+def remembered(function: Function) -> Function:
+    """`lru_cache` by values and their types, which compilers do not trace: they trace the function."""
+    known = lru_cache(maxsize=1024, typed=True)(function)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args) if torch.compiler.is_compiling() else known(*args)
+
     return cast(Function, call)
 
 

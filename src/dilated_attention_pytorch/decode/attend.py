@@ -13,13 +13,15 @@ from torch import Tensor
 
 from .. import engine
 from ..core.pattern_cache import get_global_pattern_cache
+from ..core.sources import FRESH
 from ..core.workspace import Workspace
 from ..engine import Inputs, shape_of
 from ..kernels import How, Request, choose_kernel
 from ..merge import merge_
-from ..plan import Panel, Part, Shape, Tile, plan_crossing, plan_dilated
+from ..ops import check_execution
+from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Shape, Tile, plan_crossing, plan_dilated
 from ..plan.heads import even_parts
-from ..spec import DilatedSpec
+from ..spec import DilatedSpec, Execution
 from .lanes import Lane, as_slice, plan_lanes
 
 _WIDE_ROWS = 4096  # key rows of half precision that are widened at a time, 1 MiB with 64 features
@@ -32,6 +34,14 @@ class Past(Protocol):
         """k and v (b, kv heads of the lane, count, d) of rows `first` and following; last stride 1."""
 
 
+def check_decoding(name: str, execution: Execution | None) -> Execution:
+    """The execution of a stream, or the default one."""
+    execution = check_execution(execution)
+    if execution.memory != FRESH:
+        raise ValueError(f"{name} takes fresh memory, got an execution with memory={execution.memory!r}")
+    return execution
+
+
 @dataclass(frozen=True)
 class Stream:
     """How a stream of tokens attends; `spec` is causal."""
@@ -39,8 +49,11 @@ class Stream:
     spec: DilatedSpec
     num_heads: int
     num_kv_heads: int
-    kernel: str
-    workspace_bytes: int
+    execution: Execution
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -52,7 +65,7 @@ class Stream:
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.kernel)
+        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
         tile_dtype = dtype if kernel.widens else q.dtype
         for lane in self.lanes:
             if not lane.selects(position):
@@ -75,7 +88,7 @@ class Stream:
         # Segments begin anew after each common multiple: smaller numbers find the plan of an earlier call.
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.kernel)
+        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
         inputs = Inputs(q, k, v, None, scale, 0.0, 0, kernel, Workspace())
         shape, part = shape_of(inputs), Part(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(
@@ -83,7 +96,7 @@ class Stream:
             shape,
             itemsize=q.element_size(),
             workspace_bytes=self.workspace_bytes,
-            cache=get_global_pattern_cache(),
+            cache=get_global_pattern_cache() if self.execution.use_pattern_cache else None,
             part=part,
             lane=self._heads_at_once(shape, q.element_size()),
         )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_op import check_execution, without_autocast
 from ..checks import (
     autocast_inputs,
     check_device,
@@ -17,12 +16,13 @@ from ..checks import (
     check_new_tokens,
     check_positive_int,
     float_dtypes,
+    named_keywords,
     whole_numbers,
 )
 from ..core.tracing import uncompiled
-from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets
-from .attend import Stream
+from ..ops import without_autocast
+from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
+from .attend import Stream, check_decoding
 from .lanes import Lane
 from .rows import row_runs
 
@@ -45,13 +45,14 @@ class DilatedKVCache:
     dropout or mask: rows of different lengths are given by `lengths`. Not thread-safe.
 
     Args:
-        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, kernel, workspace_bytes: as in
-            `dilated_attention`.
+        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, execution: as in
+            `dilated_attention`; memory is fresh.
         batch_size: rows, each a stream of its own.
         num_kv_heads, head_dim: of keys and values; num_heads of queries, num_kv_heads by default.
         device, dtype: of the tokens; those of the first tokens by default.
     """
 
+    @named_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -64,8 +65,7 @@ class DilatedKVCache:
         scale: float | None = None,
         head_mixing: HeadMixing = "all",
         head_offsets: HeadOffsets = "interleaved",
-        kernel: str = "auto",
-        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        execution: Execution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -77,13 +77,13 @@ class DilatedKVCache:
             check_positive_int(name, size, bits=28)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-        check_execution(kernel, workspace_bytes, "fresh", True)
+        execution = check_decoding("DilatedKVCache", execution)
         check_float_dtype("dtype", dtype)
         self.spec, self.head_dim = spec, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.device = check_device(device)
         self.dtype = dtype
-        self._stream = Stream(spec, num_heads, num_kv_heads, kernel, workspace_bytes)
+        self._stream = Stream(spec, num_heads, num_kv_heads, execution)
         self._lengths = [0] * batch_size
         self._buffers: dict[Lane, Tensor] = {}  # (key and value, b, kv heads, rows, d)
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention_op import check_execution, without_autocast
 from ..checks import autocast_inputs, check_new_tokens, named_keywords, whole_numbers
 from ..core.tracing import uncompiled
-from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets
-from .attend import Stream
+from ..ops import without_autocast
+from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
+from .attend import Stream, check_decoding
 from .lanes import Lane
 from .rows import row_runs
 
@@ -31,8 +30,7 @@ def attend_last(
     scale: float | None = None,
     head_mixing: HeadMixing = "all",
     head_offsets: HeadOffsets = "interleaved",
-    kernel: str = "auto",
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    execution: Execution | None = None,
 ) -> Tensor:
     """Causal dilated attention of the last m of n positions; reads only the keys that they select.
 
@@ -43,8 +41,8 @@ def attend_last(
         k, v: (b, n, h_kv, d), of all positions, m <= n.
         starts: (b,) integers, the first real position of each row (left padding): the row's segments are
             counted from there. A query before it gives zeros.
-        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, kernel, workspace_bytes: as in
-            `dilated_attention`.
+        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, execution: as in
+            `dilated_attention`; memory is fresh.
 
     Returns:
         out (b, m, h, d). It has no gradient: call it under `torch.no_grad()` or `torch.inference_mode()`.
@@ -53,12 +51,12 @@ def attend_last(
     spec = DilatedSpec(*branches, True, scale, head_mixing=head_mixing, head_offsets=head_offsets)
     q, k, v = autocast_inputs(q, k, v)
     check_new_tokens("attend_last", q, k, v)
-    check_execution(kernel, workspace_bytes, "fresh", True)
+    execution = check_decoding("attend_last", execution)
     (b, m, h, _), (n, h_kv) = q.shape, k.shape[1:3]
     if m > n:
         raise ValueError(f"q must have at most as many positions as k and v, got {m} and {n}")
     firsts = whole_numbers("starts", [0] * b if starts is None else starts, b, n)
-    stream = Stream(spec, h, h_kv, kernel, workspace_bytes)
+    stream = Stream(spec, h, h_kv, execution)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     with torch.no_grad(), without_autocast(q.device):

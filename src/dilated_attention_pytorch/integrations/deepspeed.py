@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..functional import dilated_attention
-from .local_heads import Group, check_four_dimensions, even_slice, uneven_slice
+from .local_heads import Group, attend_heads, check_four_dimensions, even_slice, uneven_slice
 
 
 def ulysses_attention(
@@ -38,7 +37,7 @@ def ulysses_attention(
             the first ranks one head more; h and h_kv must be equal.
         batch_dim_idx: the dimension of the batch, as DeepSpeed's `forward` has it.
         options: of `dilated_attention`: is_causal, scale, dropout_p, head_mixing, head_offsets, ...; but no
-            head_slice, which follows from the group, and no return_lse.
+            return_lse.
 
     Returns:
         The attention, in the layout of q.
@@ -59,7 +58,6 @@ def ulysses_attention(
     head_slice = even_slice(h, group) if num_heads is None else uneven_slice(h, k.shape[2], num_heads, group)
     if batch_dim_idx == 1:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out: Tensor = dilated_attention(
-        q, k, v, segment_lengths, dilation_rates, head_slice=head_slice, **options
-    )
+    branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    out = attend_heads(q, k, v, head_slice=head_slice, **branches, **options)
     return out.transpose(0, 1) if batch_dim_idx == 1 else out

@@ -6,12 +6,15 @@ process.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
-from ..checks import check_positive_int
+from ..checks import check_positive_int, refuse_keywords
+from ..functional import attend, dilated_attention
 from ..ring.comm import group_place
+from ..spec import SPEC_FIELDS, DilatedSpec
 
 Group = Any  # a ProcessGroup, or None for the default group
 
@@ -44,3 +47,13 @@ def uneven_slice(h: int, h_kv: int, num_heads: int, group: Group) -> tuple[int, 
             f"got {h} of q and {h_kv} of k and v"
         )
     return rank * share + min(rank, extra), num_heads
+
+
+def attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, *, head_slice: tuple[int, int] | None = None, **options: Any
+) -> Tensor:
+    """`dilated_attention` of the heads (first, total) of a layer; by default of all of them."""
+    refuse_keywords("dilated_attention", options, signature(dilated_attention).parameters)
+    of_spec = {name: options.pop(name) for name in SPEC_FIELDS if name in options}
+    options.pop("return_lse", None)  # out alone is returned
+    return attend(q, k, v, DilatedSpec(**of_spec), head_slice=head_slice, **options)[0]

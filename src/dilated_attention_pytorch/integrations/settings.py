@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from ..attention_op import check_execution
 from ..checks import check_flags, one_of, positive_int
-from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..spec import Branches, DilatedSpec, branches_for
+from ..ops import check_execution
+from ..spec import Branches, DilatedSpec, Execution, branches_for
 
 REQUIRED = ("segment_lengths", "dilation_rates")
 SPEC = (*REQUIRED, "head_mixing", "head_offsets", "tail", "detach_mixing")
-EXECUTION = {
-    "kernel": "auto",
-    "workspace_bytes": DEFAULT_WORKSPACE_BYTES,
-    "memory": "fresh",
-    "use_pattern_cache": True,
-}
+EXECUTION = tuple(field.name for field in fields(Execution))
 # Of whole models, beside those of an attention.
 MODEL = ("max_length", "allow_isolated_segments", "sliding_layers")
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Validates settings and returns them as keywords of `dilated_attention`, in types that JSON knows.
+    """Validates settings and returns them in types that JSON knows; `call_options` gives them to a call.
 
     `segment_lengths` and `dilation_rates` are required; `head_mixing`, `head_offsets`, `tail`,
     `detach_mixing`, `kernel`, `workspace_bytes`, `memory` and `use_pattern_cache` are optional. Scale,
@@ -38,14 +33,21 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"settings of dilated attention must include {' and '.join(REQUIRED)}, got no {missing}"
         )
     spec = DilatedSpec(**{key: settings[key] for key in SPEC if key in settings})
-    check_execution(**{key: settings.get(key, default) for key, default in EXECUTION.items()})
+    check_execution(call_options(settings)["execution"])
     return {**settings, **{key: list(getattr(spec, key)) for key in REQUIRED}}
+
+
+def call_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as keywords of `dilated_attention`."""
+    options = {key: value for key, value in settings.items() if key not in EXECUTION}
+    execution = Execution(**{key: settings[key] for key in EXECUTION if key in settings})
+    return {**options, "execution": execution}
 
 
 def check_model_settings(
     settings: Mapping[str, Any], max_length: int | None = None, num_heads: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of a model: keywords of `dilated_attention`, and those of `MODEL` with their defaults.
+    """Settings of a model: those of `check_settings`, and those of `MODEL` with their defaults.
 
     Without `segment_lengths` and `dilation_rates` the branches are those of `branches_for`, for
     `settings["max_length"]` or else for `max_length`, the longest input that the model's config names.

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..checks import check_flags
-from ..functional import dilated_attention
-from .local_heads import Group, check_four_dimensions, even_slice
-from .settings import check_settings
+from .local_heads import Group, attend_heads, check_four_dimensions, even_slice
+from .settings import call_options, check_settings
 
 
 class TorchtitanAttention(nn.Module):
@@ -22,7 +21,7 @@ class TorchtitanAttention(nn.Module):
         head_group: the group over which tensor parallelism spreads the heads, where q, k and v come as plain
             tensors of this rank's heads. DTensors know by themselves, and need none.
         options: head_mixing, head_offsets, tail, detach_mixing, kernel, workspace_bytes, memory and
-            use_pattern_cache, as in `dilated_attention`.
+            use_pattern_cache, as in `DilatedSpec` and `Execution`.
 
     Context parallelism, which spreads the tokens, is not for this module: torch's implementation knows only
     its own attention. `ring_dilated_attention` spreads tokens.
@@ -63,7 +62,7 @@ class TorchtitanAttention(nn.Module):
             raise ValueError(
                 f"q, k and v must have the same heads unless enable_gqa, got {q.shape[1]} and {k.shape[1]}"
             )
-        options = {**self.settings, "scale": scale, "is_causal": is_causal}
+        options = {**call_options(self.settings), "scale": scale, "is_causal": is_causal}
         if isinstance(q, DTensor):
             return self._attend_sharded(q, k, v, options)
         if self.head_group is not None:
@@ -72,8 +71,7 @@ class TorchtitanAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = dilated_attention(q, k, v, **options)
-        return out.transpose(1, 2)
+        return attend_heads(q, k, v, **options).transpose(1, 2)
 
     def _attend_sharded(self, q: DTensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         if not (isinstance(k, DTensor) and isinstance(v, DTensor)):

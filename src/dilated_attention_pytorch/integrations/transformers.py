@@ -14,21 +14,22 @@ Nothing of transformers is imported before `register` is called.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import document_bounds
 from ..core.tracing import uncompiled
 from ..modules.skin import warn_isolated
-from ..ops import document_bounds
 from ..ring import group_size
-from .settings import check_model_settings, plain_settings
+from .settings import call_options, check_model_settings, plain_settings
 from .token_mask import SLIDING_WINDOW, TokenMask, dilated_attention_mask
 from .token_rows import attend_new, attend_rows, longest_row
 
 # Settings that no new token of a causal sequence can feel: `attend_last` does not take them.
-WITHOUT_EFFECT_ON_NEW = ("tail", "detach_mixing", "memory", "use_pattern_cache")
+WITHOUT_EFFECT_ON_NEW = ("tail", "detach_mixing")
 
 # What models hand to their attention that changes its result, and that dilated attention has no place for.
 REFUSED = {
@@ -155,7 +156,7 @@ def dilated_attention_forward(
         is_causal, attention_mask = attention_mask.is_causal, attention_mask.tokens
     _refuse(module, query, kwargs)
     branches, of_model = _settings_of(module, query.shape[1])
-    settings = {**branches, "scale": scaling}
+    settings = {**call_options(branches), "scale": scaling}
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     features = value.shape[-1]
     if features < query.shape[-1]:  # multi-head latent attention
@@ -177,6 +178,7 @@ def dilated_attention_forward(
         out = attend_rows(q, k, v, mask, dropout_p=dropout, is_causal=bool(causal), **settings)
         return out[:, total - n :, :, :features], None
     options = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT_ON_NEW}
+    options["execution"] = replace(settings["execution"], memory="fresh")
     return attend_new(q, k, v, mask, **options)[..., :features], None
 
 

@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import get_args
 
-from torch import Tensor
+import torch
 
+from ..checks import one_of
+from ..spec import KernelName
 from . import cpu_flash, cuda, stock
-from .contract import Dropout, How, Inputs, Kernel, Merged, Op, Request
-from .eager import EAGER as _EAGER_OP
-
-_FUSED = {"cpu": (cpu_flash.CPU_FLASH, cpu_flash.why_not), "cuda": (cuda.CUDA, cuda.why_not)}
+from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
+from .eager import EAGER_OP
 
 
-def _why_not_stock(request: Request) -> str | None:
-    if request.device.type not in _FUSED:
-        return f"torch has no fused attention op that it can use on {request.device}"
-    return _FUSED[request.device.type][1](request)
+def _never(_request: Request) -> None:
+    return None
 
 
-def _stock_forward(plan: Any, inputs: Inputs, *others: Any) -> tuple[Tensor, Tensor]:
-    return stock.forward(_FUSED[inputs.q.device.type][0], plan, inputs, *others)
+def _over(name: str, op: Op, why_not: Callable[[Request], str | None]) -> Kernel:
+    """A kernel that packs the rows of a plan for an op."""
+    return Kernel(name, why_not, partial(stock.forward, op), partial(stock.backward, op), op)
 
 
-def _stock_backward(plan: Any, inputs: Inputs, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return stock.backward(_FUSED[inputs.q.device.type][0], plan, inputs, *others)
+CPU_FLASH = _over("stock", cpu_flash.CPU_FLASH, cpu_flash.why_not)
+CUDA = _over("stock", cuda.CUDA, cuda.why_not)
+EAGER = _over("eager", EAGER_OP, _never)
 
 
-STOCK = Kernel("stock", _why_not_stock, _stock_forward, _stock_backward)
-EAGER = Kernel(
-    "eager", lambda _request: None, partial(stock.forward, _EAGER_OP), partial(stock.backward, _EAGER_OP)
-)
-# In the order of preference; the last one can always run.
-KERNELS: tuple[Kernel, ...] = (STOCK, EAGER)
-KERNEL_NAMES = ("auto", *(kernel.name for kernel in KERNELS))
-
-
-def check_kernel_name(name: str) -> None:
-    if name not in KERNEL_NAMES:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_NAMES))}, got {name!r}")
+def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
+    """The kernels of a device, in the order of preference; the last one can always run."""
+    return (CUDA if device.type == "cuda" else CPU_FLASH), EAGER
 
 
 def choose_kernel(request: Request, name: str = "auto") -> Kernel:
     """The first kernel that can run the request, or exactly the one named, or an error that says why not."""
-    check_kernel_name(name)
-    if name == "auto":
-        return next(kernel for kernel in KERNELS if kernel.why_not(request) is None)
-    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    reason = kernel.why_not(request)
-    if reason is not None:
-        raise ValueError(f"kernel {name!r} cannot run this call: {reason}")
-    return kernel
+    one_of("kernel", name, get_args(KernelName))
+    for kernel in kernels_for(request.device):
+        if name in ("auto", kernel.name):
+            reason = kernel.why_not(request)
+            if reason is None:
+                return kernel
+            if name != "auto":
+                raise ValueError(f"kernel {name!r} cannot run this call: {reason}")
+    raise AssertionError("the last kernel can always run")
 
 
 __all__ = [
-    "KERNELS",
-    "KERNEL_NAMES",
+    "Chunk",
     "Dropout",
     "How",
     "Inputs",
     "Kernel",
     "Merged",
     "Op",
+    "RemoteKV",
     "Request",
-    "check_kernel_name",
     "choose_kernel",
+    "kernels_for",
 ]

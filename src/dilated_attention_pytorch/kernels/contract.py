@@ -120,3 +120,4 @@ class Kernel(NamedTuple):
     why_not: Callable[[Request], str | None]
     forward: Callable[..., tuple[Tensor, Tensor]]  # (plan, inputs, remote=None)
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
+    op: Op  # what it attends packed rows with

@@ -151,4 +151,4 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
-EAGER = Op(_forward, _backward, widens=True)
+EAGER_OP = Op(_forward, _backward, widens=True)

@@ -1,4 +1,4 @@
-"""`DilatedAttention`: the functional door with its options kept in a module."""
+"""`DilatedAttention`: dilated attention with its options kept in a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import dilated_attention
+from ..functional import attend, spec_of
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail, resolve_branches
 from .skin import AttentionSkin, named_options, one_dropout
@@ -22,7 +22,8 @@ class DilatedAttention(AttentionSkin):
         max_length: the longest sequence, for which `branches_for` gives the branches that are left out.
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
         attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
-        head_mixing, head_offsets, tail, detach_mixing, kernel, workspace_bytes: as in `dilated_attention`.
+        head_mixing, head_offsets, tail, detach_mixing: as in `dilated_attention`.
+        kernel, workspace_bytes: as in `Execution`.
         enable_memory_pool: scratch and large results come from the global memory pool, and a call that runs
             out of memory frees what is idle and tries again in smaller tiles. See docs/memory.md.
         lightweight_pool: of the pool only what costs next to nothing: scratch is reused, results are fresh.
@@ -85,27 +86,23 @@ class DilatedAttention(AttentionSkin):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
-        return dilated_attention(query, key, value, **self._call_options(is_causal, mask), return_lse=False)
+        spec = self._call_spec(is_causal)
+        return attend(query, key, value, spec, self._execution, key_mask=mask)[0]
 
-    def _call_options(self, is_causal: bool, mask: Tensor | None) -> dict[str, Any]:
-        """What a call of the functional door takes beside the tensors."""
+    def _call_spec(self, is_causal: bool) -> DilatedSpec:
+        """What a call computes."""
         spec = self.spec
-        return {
-            "segment_lengths": spec.segment_lengths,
-            "dilation_rates": spec.dilation_rates,
-            "is_causal": is_causal,
-            "scale": spec.scale,
-            "dropout_p": self._dropout_now,
-            "key_mask": mask,
-            "head_mixing": spec.head_mixing,
-            "head_offsets": spec.head_offsets,
-            "tail": spec.tail,
-            "detach_mixing": spec.detach_mixing,
-            "kernel": self.kernel,
-            "workspace_bytes": self.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
-            "memory": self._memory,
-            "use_pattern_cache": self.use_pattern_cache,
-        }
+        return spec_of(
+            spec.segment_lengths,
+            spec.dilation_rates,
+            is_causal,
+            spec.scale,
+            self._dropout_now,
+            spec.head_mixing,
+            spec.head_offsets,
+            spec.tail,
+            spec.detach_mixing,
+        )
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         spec = self.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..block_ops import write_recipe
 from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_flags, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..core.tracing import uncompiled
+from ..ops import block_spec, write_recipe
 from ..plan import BlockPattern
-from ..ring import ring_block_sparse_attention
+from ..ring.attention import RingSettings
+from ..ring.block_sparse import attend_ring_blocks
 from ..ring.comm import Group
 from ..spec import DilatedSpec, SparsePatternConfig, resolve_branches
 from .ring import RingOptions, RingSkin
@@ -148,22 +150,18 @@ class BlockSparseDilatedAttention(AttentionSkin):
         self, prepared: Prepared, value: Tensor, is_causal: bool, mask: Tensor | None, dropout_p: float
     ) -> Tensor:
         d, wide = value.shape[-1], prepared.key.shape[-1]
-        out = attend_blocks(
+        execution = self._execution
+        if self._is_adaptive:
+            execution = replace(execution, use_pattern_cache=False)
+        out, _ = attend_blocks(
             prepared.query,
             prepared.key,
             value if d == wide else F.pad(value, (0, wide - d)),
             prepared.pattern,
-            is_causal=is_causal,
-            scale=prepared.scale,
-            dropout_p=dropout_p,
+            block_spec(is_causal, prepared.scale, dropout_p),
+            execution,
             key_mask=mask,
-            return_lse=False,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes,
-            memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache and not self._is_adaptive,
         )
-        assert isinstance(out, Tensor)
         return out if d == wide else out[..., :d]
 
     def extra_repr(self) -> str:
@@ -227,24 +225,18 @@ class BlockSparseRingDilatedAttention(RingSkin, BlockSparseDilatedAttention):
     ) -> Tensor:
         if not self.is_sharded:
             return super()._attend(query, key, value, is_causal, mask)
-        out: Tensor = ring_block_sparse_attention(
+        ring = self.ring
+        out = attend_ring_blocks(
             query,
             key,
             value,
             partial(self._whole_pattern, query, is_causal),
-            group=self.ring.group,
-            is_causal=is_causal,
-            scale=self.spec.scale,
-            dropout_p=self._dropout_now,
+            partial(block_spec, is_causal, self.spec.scale, self._dropout_now),
+            self._execution,
+            RingSettings(ring.group, timeout=ring.timeout, steps=ring.steps),
             key_mask=mask,
-            return_lse=False,
-            kernel=self.kernel,
-            workspace_bytes=self.workspace_bytes,
-            memory=self._memory,
-            use_pattern_cache=self.use_pattern_cache,
-            timeout=self.ring.timeout,
-            steps=self.ring.steps,
         )
+        assert isinstance(out, Tensor)
         return out
 
     def _whole_pattern(self, query: Tensor, is_causal: bool, n: int) -> BlockPattern:

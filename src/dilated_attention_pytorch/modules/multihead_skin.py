@@ -14,6 +14,7 @@ from ..checks import check_device, check_flags, check_float_dtype, check_positiv
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
 from ..ring import shard_positions
+from ..spec import Execution
 from .attention import DilatedAttention
 from .call_checks import check_positive, explain_mismatch
 from .multihead_call import Call, check_decodes
@@ -228,8 +229,11 @@ class MultiheadSkin(nn.Module):
             scale=spec.scale,
             head_mixing=spec.head_mixing,
             head_offsets=spec.head_offsets,
-            kernel=attention.kernel,
-            workspace_bytes=attention.workspace_bytes,
+            execution=Execution(
+                attention.kernel,
+                attention.workspace_bytes,
+                use_pattern_cache=attention.use_pattern_cache,
+            ),
             device=device,
             dtype=dtype,
         )

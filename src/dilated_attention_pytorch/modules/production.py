@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..attention_op import without_autocast
 from ..checks import check_flags, check_pool_size, one_of
 from ..core import AttentionBufferManager, MemoryPool
 from ..core.attention_buffer_manager import Settings, shared_buffer_manager
 from ..core.host_memory import describe_bytes, device_memory
 from ..core.tracing import uncompiled
+from ..ops import without_autocast
 from ..ring.schedule import STRATEGIES
 from ..spec import DilatedSpec, resolve_branches
 from .ring import RingDilatedAttentionV2, RingOptions

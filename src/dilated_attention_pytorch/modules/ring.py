@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
-from ..functional import dilated_attention
+from ..functional import attend
 from ..plan import DEFAULT_WORKSPACE_BYTES
-from ..ring import group_size, plan_ring, ring_dilated_attention, sharing_errors
+from ..ring import group_size, plan_ring, sharing_errors
+from ..ring.attention import RingSettings, attend_ring
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
 from .attention import DilatedAttention
@@ -179,12 +180,15 @@ class RingDilatedAttentionV2(RingSkin, DilatedAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
     ) -> Tensor:
-        options, ring = self._call_options(is_causal, mask), self.ring
-        attend: Callable[..., Tensor] = dilated_attention
-        if self.is_sharded:
-            attend = ring_dilated_attention
-            options |= {"group": ring.group, "strategy": self.strategy, "timeout": ring.timeout}
-        return attend(query, key, value, **options, steps=ring.steps)
+        ring = self.ring
+        if not self.is_sharded:
+            spec = self._call_spec(is_causal)
+            return attend(query, key, value, spec, self._execution, key_mask=mask, steps=ring.steps)[0]
+        settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps)
+        make_spec = partial(self._call_spec, is_causal)
+        out = attend_ring(query, key, value, make_spec, self._execution, settings, key_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
 
     def get_memory_estimate(
         self,

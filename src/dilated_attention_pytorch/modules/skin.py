@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..attention_op import check_execution
 from ..checks import check_device, check_flags, check_float_dtype, refuse_unknown
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
 from ..core.sources import FRESH, LIGHTWEIGHT, POOL
-from ..spec import DilatedSpec
+from ..core.tracing import remembered
+from ..ops import check_execution
+from ..spec import DilatedSpec, Execution
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
+_make_execution = remembered(Execution)
 
 
 def one_dropout(attention_dropout: float, dropout: float | None) -> float:
@@ -110,8 +112,7 @@ class AttentionSkin(nn.Module):
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
         self.kernel = kernel
         self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
-        some = 1 if self.workspace_bytes is None else self.workspace_bytes
-        check_execution(kernel, some, self._memory, use_pattern_cache)
+        check_execution(self._execution)
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = spec.dropout_p > 0
@@ -179,12 +180,17 @@ class AttentionSkin(nn.Module):
 
     @property
     def _memory(self) -> str:
-        """The name of where a call's memory comes from, as the functional doors take it."""
+        """The name of where a call's memory comes from, as `Execution` takes it."""
         if self.lightweight_pool and not self.enable_memory_pool:
             raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
         if not self.enable_memory_pool:
             return FRESH
         return LIGHTWEIGHT if self.lightweight_pool else POOL
+
+    @property
+    def _execution(self) -> Execution:
+        """How the calls of this module run."""
+        return _make_execution(self.kernel, self.workspace_bytes, self._memory, self.use_pattern_cache)
 
     def _profile(self) -> None:
         if not self.enable_profiling:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from ..attention_op import check_execution
 from ..checks import (
     autocast_inputs,
     check_flags,
     check_inputs,
     check_positive_int,
-    named_keywords,
+    document_bounds,
     one_of,
     refuse_forward_mode,
 )
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.tracing import uncompiled
-from ..functional import dilated_attention
-from ..ops import Options, document_bounds
+from ..functional import Lengths, Rates, spec_of
+from ..functional import attend as attend_alone
+from ..ops import Tensors, check_execution, run_options
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
 from .agreement import agree, check_alone, nothing, rank_seed
-from .autograd import CallTensors, attend
+from .autograd import attend
 from .comm import Group, check_timeout, digest, find_ring
 from .dilated_call import DilatedCall
 from .schedule import STRATEGIES, RingSchedule
@@ -41,13 +42,13 @@ def _attend(
     if schedule.strategy == "ring":
         if not q.shape[1]:
             return nothing(q, k, v, return_lse)
-        out, lse = attend(CallTensors(q, k, v, key_mask, seed), call)
+        out, lse = attend(Tensors(q, k, v, key_mask, seed=seed), call)
         return (out, lse) if return_lse else out
     ulysses = Ulysses(ring, schedule, call.options.memory)
     q, k, v = ulysses.to_heads(q, k, v)
     mask = None if key_mask is None else ulysses.all_tokens(key_mask)
     if q.shape[2]:
-        out, lse = attend(CallTensors(q, k, v, mask, seed), call)
+        out, lse = attend(Tensors(q, k, v, mask, seed=seed), call)
     else:  # more ranks than key heads: nothing to attend, but gradients to pass on
         out, lse = nothing(q, k, v, return_lse=True)
     if not return_lse:
@@ -56,13 +57,26 @@ def _attend(
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
+class RingSettings(NamedTuple):
+    """Who takes part in a call, and how: the options of `ring_dilated_attention` beside those of attention.
+
+    `steps`: the keys of a rank travel in at least so many parts; of a rank alone, see `functional.attend`.
+    """
+
+    group: Group = None
+    strategy: str = "auto"
+    shard_lengths: Sequence[int] | None = None
+    timeout: float | timedelta | None = None
+    steps: int = 1
+
+
 @overload
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = ...,
     *,
     return_lse: Literal[False] = ...,
     **options: Any,
@@ -74,23 +88,23 @@ def ring_dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = ...,
     *,
     return_lse: Literal[True],
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@named_keywords  # type: ignore[misc]  # the overloads leave the options open
+@takes_spec  # type: ignore[misc]  # the overloads leave the options open
 # Transfers cannot be traced: compilers break the graph here.
 @uncompiled
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Lengths,
+    dilation_rates: Rates = None,
     *,
     group: Group = None,
     strategy: str = "auto",
@@ -105,12 +119,8 @@ def ring_dilated_attention(
     tail: Tail = "exact",
     detach_mixing: bool = False,
     return_lse: bool = False,
-    kernel: str = "auto",
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-    memory: str = "fresh",
-    use_pattern_cache: bool = True,
+    execution: Execution | None = None,
     timeout: float | timedelta | None = None,
-    steps: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` over a sequence of which each rank of a group holds a contiguous part.
 
@@ -131,10 +141,9 @@ def ring_dilated_attention(
         shard_lengths: tokens of every rank; if given, they are checked against what the ranks hold.
         key_mask: (b, n_local) bool of the local keys, on all ranks or on none.
         cu_seqlens: boundaries of documents in the whole sequence, the same on every rank.
-        workspace_bytes: as in `dilated_attention`; what travels at a time takes as much again at most, but
-            for single keys of one head.
+        execution: as in `dilated_attention`; communication buffers take at most another `workspace_bytes`,
+            but for single keys of one head.
         timeout: seconds, or a timedelta, that a transfer may take; by default what the group was made with.
-        steps: the keys of a rank travel in at least so many parts.
         Others: as in `dilated_attention`. `detach_mixing` needs "ulysses". With `dropout_p` each rank
             draws its own masks.
 
@@ -144,73 +153,76 @@ def ring_dilated_attention(
     Raises RingError if a rank dies or a transfer takes too long, and ValueError, on all ranks, if they were
     called with different arguments.
     """
-    ring = find_ring(group)
-    options = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "head_mixing": head_mixing,
-        "head_offsets": head_offsets,
-        "tail": tail,
-        "detach_mixing": detach_mixing,
-    }
-    execution = {
-        "kernel": kernel,
-        "workspace_bytes": workspace_bytes,
-        "memory": memory,
-        "use_pattern_cache": use_pattern_cache,
-    }
+    branches, mixing = (segment_lengths, dilation_rates), (head_mixing, head_offsets, tail, detach_mixing)
+    make_spec = partial(spec_of, *branches, is_causal, scale, dropout_p, *mixing)
+    options = RingSettings(group, strategy, shard_lengths, timeout)
+    given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "return_lse": return_lse}
+    return attend_ring(q, k, v, make_spec, execution, options, **given)  # type: ignore[arg-type]
+
+
+@uncompiled
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    make_spec: Callable[[], DilatedSpec],
+    execution: Execution | None,
+    options: RingSettings,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ring_dilated_attention`. The spec is made here, so that all ranks learn of one that cannot be made."""
+    ring, strategy, steps = find_ring(options.group), options.strategy, options.steps
     if ring is None or ring.size == 1:
-        check_timeout(timeout)
+        check_timeout(options.timeout)
         one_of("strategy", strategy, STRATEGIES)
-        check_alone(shard_lengths, q)
-        return dilated_attention(  # type: ignore[no-any-return, call-overload]
-            *(q, k, v, segment_lengths, dilation_rates),
-            **options,
-            **execution,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            return_lse=return_lse,
-            steps=steps,
+        check_alone(options.shard_lengths, q)
+        spec = make_spec()
+        check_flags(return_lse=return_lse)
+        out, lse = attend_alone(
+            q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens, steps=steps
         )
-    with agree(ring, "ring_dilated_attention", q, timeout) as agreement:
-        spec = DilatedSpec(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
+        return (out, lse) if return_lse else out
+    with agree(ring, "ring_dilated_attention", q, options.timeout) as agreement:
+        spec = make_spec()
         q, k, v = autocast_inputs(q, k, v)
         check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
         refuse_forward_mode("ring_dilated_attention", q, k, v)
-        check_execution(**execution)  # type: ignore[arg-type]
+        execution = check_execution(execution)
         check_flags(return_lse=return_lse)
         check_positive_int("steps", steps)
         one_of("strategy", strategy, STRATEGIES)
-        if detach_mixing and strategy == "ring":
+        if spec.detach_mixing and strategy == "ring":
             raise ValueError(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
+        run = run_options(spec, q.shape[-1], execution, DEFAULT_WORKSPACE_BYTES)
         facts = {
             "strategy": STRATEGIES.index(strategy),
-            "workspace_bytes": workspace_bytes,
+            "workspace_bytes": run.workspace_bytes,
             "steps": steps,
             "return_lse": int(return_lse),
             "cu_seqlens": 0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
         }
-        lengths = agreement.on_call(q, k, v, key_mask, shard_lengths, facts | _facts(spec))
+        lengths = agreement.on_call(q, k, v, key_mask, options.shard_lengths, facts | _facts(spec))
     b, _, h, d = q.shape
     schedule = RingSchedule(
         Shape(b, sum(lengths), h, k.shape[2], d),
         lengths,
         q.element_size(),
         key_mask is not None,
-        workspace_bytes,
+        run.workspace_bytes,
         steps,
         spec=spec,
         docs=None if cu_seqlens is None else document_bounds(cu_seqlens, sum(lengths)),
-        strategy="ulysses" if strategy == "ulysses" or detach_mixing else "ring",
+        strategy="ulysses" if strategy == "ulysses" or spec.detach_mixing else "ring",
         return_lse=return_lse,
     )
-    schedule = _settle(schedule, strategy == "auto" and not detach_mixing, use_pattern_cache)
-    call = DilatedCall(ring, schedule, _op_options(spec, d, **execution))
-    return _attend(q, k, v, key_mask, call, return_lse)
+    schedule = _settle(schedule, strategy == "auto" and not spec.detach_mixing, run.use_pattern_cache)
+    return _attend(q, k, v, key_mask, DilatedCall(ring, schedule, run), return_lse)
 
 
 def _facts(spec: DilatedSpec) -> dict[str, int]:
@@ -229,8 +241,3 @@ def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> R
         return choose()
     settled: RingSchedule = get_global_pattern_cache().get_or_build(("ring", schedule, is_open), choose)
     return settled
-
-
-def _op_options(spec: DilatedSpec, d: int, **execution: Any) -> Options:
-    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    return Options(**of_spec | {"scale": spec.scale_for(d)}, **execution, steps=1, head_slice=())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention_op import RunOptions, attention_inputs, without_autocast
 from ..engine import Inputs, Merged
+from ..ops import RunOptions, Tensors, attention_inputs, without_autocast
 from .agreement import lend_workspace
 
 
@@ -24,34 +24,24 @@ class RankCall(Protocol):
     def backward(self, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class CallTensors(NamedTuple):
-    """q, k and v, and what belongs to them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    seed: Tensor | None
-
-
-def attend(tensors: CallTensors, call: RankCall) -> tuple[Tensor, Tensor]:
+def attend(tensors: Tensors, call: RankCall) -> tuple[Tensor, Tensor]:
     """out and lse of a rank."""
     result: tuple[Tensor, Tensor] = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
     return result
 
 
 @contextmanager
-def _inputs(tensors: CallTensors, options: RunOptions) -> Iterator[Inputs]:
+def _inputs(tensors: Tensors, options: RunOptions) -> Iterator[Inputs]:
     device = tensors.q.device
     with without_autocast(device), lend_workspace(options.memory, device) as workspace:
-        yield attention_inputs(options, *tensors, workspace)
+        yield attention_inputs(options, tensors, workspace)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, call = args
-        with _inputs(CallTensors(*tensors), call.options) as inputs:
+        with _inputs(Tensors(*tensors), call.options) as inputs:
             out, lse = call.forward(inputs)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
@@ -64,6 +54,6 @@ class _Attention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         # Also without a gradient of its own: the others wait for this rank.
         merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-        with _inputs(CallTensors(*tensors), ctx.call.options) as inputs:
+        with _inputs(Tensors(*tensors), ctx.call.options) as inputs:
             gradients = ctx.call.backward(inputs, merged)
-        return *gradients, None, None, None
+        return *gradients, *(None,) * (len(tensors) - 2)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..block_engine import attend_into, gradients_into, tile_tokens
-from ..block_ops import BlockOptions
 from ..engine import Inputs, Merged, scatter
 from ..kernels import How
+from ..ops import RunOptions
 from ..plan import BlockPattern, BlockPlan, plan_blocks
 from ..plan.block_sparse import Panel, Tile
 from ..plan.segments import Range
@@ -108,7 +108,7 @@ class BlockCall:
 
     ring: Ring
     schedule: BlockSchedule
-    options: BlockOptions
+    options: RunOptions
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         q, workspace = inputs.q, inputs.workspace

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import engine
 from ..core.pattern_cache import get_global_pattern_cache
 from ..engine import Gradients, Inputs, Merged, shape_of
-from ..ops import Options
+from ..ops import RunOptions
 from ..plan import Panel, Part, Plan, Tile, plan_crossing, plan_dilated
 from ..plan.shape import Pass
 from .comm import Ring
@@ -28,7 +28,7 @@ class DilatedCall:
 
     ring: Ring
     schedule: RingSchedule
-    options: Options
+    options: RunOptions
 
     @property
     def part(self) -> Part:

@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from ..checks import check_flags, check_positive_int, one_of, whole_numbers
+from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
-from ..ops import check_bounds
 from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
 from ..plan.heads import Head
 from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
