@@ -12,7 +12,7 @@ from ..flags import byte_count, int_list, positive_int
 from .text import paint, print_json, show_bytes, show_count
 
 if TYPE_CHECKING:
-    from ..plan.shape import Pass
+    from ..plan import Pass
     from .plan_proposal import Proposal
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

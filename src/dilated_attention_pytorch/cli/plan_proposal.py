@@ -16,8 +16,7 @@ from ..factory import LITTLE_MEMORY, choose_dilated_attention
 from ..forecast.call import Call
 from ..forecast.memory import Memory, predict_memory
 from ..forecast.time import relative_time
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Shape
 from ..ring import RingSchedule, plan_ring
 from ..spec import DilatedSpec, branches_for
 from .text import show_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..block_sparse import build_block_pattern
-from ..plan.heads import branch_heads
+from ..plan.dilated import branch_heads
 from ..reference import multiplicity
 from ..spec import DilatedSpec, SparsePatternConfig
 from .text import show_count

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Shape, plan_dilated
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
 from ..spec import DilatedSpec
 
 CPU = torch.device("cpu")

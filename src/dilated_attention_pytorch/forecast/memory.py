@@ -15,8 +15,8 @@ import math
 from typing import NamedTuple
 
 from ..kernels import Request, choose_kernel
-from ..plan import Plan
-from ..plan.shape import Pass
+from ..kernels.stock import batches_of
+from ..plan import Pass, Plan
 from .call import Call
 
 
@@ -48,31 +48,31 @@ def predict_memory(call: Call) -> Memory:
 
 
 def workspace_peak(call: Call, direction: Pass) -> int:
-    """Scratch of the engine: packed copies and the kernel's results of its largest tiles, sums of a panel."""
+    """Scratch of the engine: packed copies and the kernel's results of its largest batches, sums of a region."""
     plan = call.plan(direction)
-    tiles, d = plan.tiles, call.shape.d
-    if not tiles:
+    batches = [batch for _, each in batches_of(plan, call.dtype.itemsize) for batch in each]
+    if not batches:
         return 0
-    size = call.wide if _widens(call) else call.dtype.itemsize
-    queries = max(math.prod(tile.q_shape(d)) for tile in tiles) * size
-    keys = max(math.prod(tile.k_shape(d)) for tile in tiles) * size
+    size = call.shape.d * (call.wide if _widens(call) else call.dtype.itemsize)
+    sizes = [(math.prod(x.queries.shape), max(math.prod(y.rows.shape) for y in x.keys)) for x in batches]
+    queries, keys = (max(each) * size for each in zip(*sizes, strict=True))
     sums = _sum_bytes(call, plan, direction)
     if direction == "forward":
         return 2 * queries + 2 * keys + sums  # q, k, v; out
-    returned = max(math.prod(tile.q_shape(d)) + 2 * math.prod(tile.k_shape(d)) for tile in tiles) * size
+    returned = max(num_queries + 2 * num_keys for num_queries, num_keys in sizes) * size
     return 3 * queries + 2 * keys + returned + sums  # q, out, gradient of out, k, v; dq, dk, dv
 
 
 def _sum_bytes(call: Call, plan: Plan, direction: Pass) -> int:
-    """Float32 sums beside half-precision results: out, or dq, dk and dv, of the largest panel."""
+    """Float32 sums beside half-precision results: out, or dq, dk and dv, of the largest region."""
     if call.dtype.itemsize >= 4:
         return 0
     row = call.shape.d * call.wide
-    queries = max(panel.batch * panel.time * panel.heads for panel in plan.panels)
-    keys = max(panel.batch * panel.time * panel.kv_heads for panel in plan.panels)
+    keys = max(region.batch[1] * region.time[1] * region.kv[1] for region in plan.regions)
+    queries = keys * (call.shape.h // call.shape.h_kv)
     return row * (queries if direction == "forward" else queries + 2 * keys)
 
 
 def _widens(call: Call) -> bool:
-    """Whether tiles are packed as float32; on a GPU, which may not be here to be asked, they are not."""
-    return call.device.type == "cpu" and choose_kernel(Request(call.device, call.dtype)).widens
+    """Whether rows are packed as float32; on a GPU, which may not be here to be asked, they are not."""
+    return call.device.type == "cpu" and choose_kernel(Request(call.device, call.dtype)).op.widens

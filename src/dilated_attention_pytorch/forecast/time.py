@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from ..plan import Tile
-from ..plan.shape import Pass
+from ..plan import Pass
 from .call import Call
 
 KEY_BLOCK = 512
@@ -43,14 +42,15 @@ def relative_time(call: Call) -> float | None:
 
 
 def _pass_work(call: Call, direction: Pass) -> float:
-    return sum(_tile_work(tile, call.shape.d, direction) for tile in call.plan(direction).tiles)
+    plan, d = call.plan(direction), call.shape.d
+    jobs = torch.stack([*(plan.column(x) for x in ("count", "causal", "heads")), plan.key_counts], 1)
+    kinds, times = torch.unique(jobs, dim=0, return_counts=True)
+    return sum(num * _job_work(*kind, d, direction) for kind, num in zip(kinds.tolist(), times.tolist(), strict=True))
 
 
-def _tile_work(tile: Tile, d: int, direction: Pass) -> float:
-    calls, heads, queries, _ = tile.q_shape(d)
-    _, units, keys, _ = tile.k_shape(d)
-    kernel = calls * heads * _kernel_work(queries, keys, d, tile.is_causal)
-    moved = 2 * calls * d * (heads * queries + units * keys)
+def _job_work(queries: int, causal: int, heads: int, keys: int, d: int, direction: Pass) -> float:
+    kernel = heads * _kernel_work(queries, keys, d, bool(causal))
+    moved = 2 * d * (heads * queries + keys)
     if direction == "forward":
         return kernel + MOVE * moved
     return BACKWARD * kernel + 2 * MOVE * moved

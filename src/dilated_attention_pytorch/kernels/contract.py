@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.workspace import Workspace
-from ..plan.runs import Plan, Region
+from ..plan.runs import Plan, Region, Shape
+from .rows import Rows
 
 
 class Request(NamedTuple):
@@ -82,6 +83,11 @@ class Inputs:
     hides_zeros: bool = False  # keys and values that key_mask hides are zeros already
 
     @property
+    def shape(self) -> Shape:
+        b, n, h, d = self.q.shape
+        return Shape(b, n, h, self.k.shape[2], d)
+
+    @property
     def accumulate_dtype(self) -> torch.dtype:
         return torch.promote_types(self.q.dtype, torch.float32)
 
@@ -109,8 +115,13 @@ class Chunk(Protocol):
 
     @property
     def plan(self) -> Plan: ...
-    def gather(self, times: Tensor, heads: Tensor, batches: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k and v (rows, d) of the given positions, key heads and batches, and their mask."""
+    def gather(
+        self, rows: Rows, branch: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k and v (jobs, 1, rows, d) of jobs of a branch and their mask, packed."""
+
+    def add(self, rows: Rows, branch: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the gradients of the rows, in a backward pass."""
 
 
 class Kernel(NamedTuple):

@@ -83,6 +83,16 @@ class Rows:
     blocks: Blocks | None = None
 
     @property
+    def places(self) -> Tensor:
+        """(jobs, 3): where each begins, as (batch, time, head)."""
+        if self.firsts is not None:
+            return self.firsts
+        found = torch.tensor([self.first])
+        for size, step in self.axes:
+            found = (found.unsqueeze(1) + torch.arange(size)[:, None] * torch.tensor(step)).flatten(0, 1)
+        return found
+
+    @property
     def num_jobs(self) -> int:
         return prod(size for size, _ in self.axes) if self.firsts is None else len(self.firsts)
 
@@ -104,13 +114,7 @@ class Rows:
 
     def numbers(self, steps: Step, origin: Origin = WHOLE, device: torch.device | None = None) -> Tensor:
         """The numbers of all rows, in one line, where (batch, time, head) count so many rows."""
-        if self.firsts is None:
-            index = torch.tensor(_dot(self.first, steps) - _dot(origin, steps))
-            for size, step in self.axes:
-                index = index.unsqueeze(-1) + torch.arange(size) * _dot(step, steps)
-            index = index.flatten()
-        else:
-            index = self.firsts @ torch.tensor(steps) - _dot(origin, steps)
+        index = self.places @ torch.tensor(steps) - _dot(origin, steps)
         if self.blocks is not None:
             times = self.blocks.times(self.inner[-1][0], device)
             times = times * steps[1] if steps[1] != 1 else times

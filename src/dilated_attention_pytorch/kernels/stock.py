@@ -38,16 +38,15 @@ class Batch(NamedTuple):
     opens_keys: bool
 
 
-def batches_of(plan: Plan, inputs: Inputs) -> list[tuple[Region, list[Batch]]]:
-    """The jobs of each region, in batches whose packed rows fit the workspace; kept with the plan."""
-    budget = plan.budget or inputs.workspace_bytes
-    each_row = bytes_a_row(inputs.q.shape[-1], inputs.q.element_size())
-    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get((budget, each_row))
+def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
+    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
+    budget, each_row = plan.budget, bytes_a_row(plan.shape.d, itemsize)
+    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
     if known is None:
         found: list[list[Batch]] = [[] for _ in plan.regions]
         for region, batch in _batches(plan, budget, each_row):
             found[region].append(batch)
-        known = plan.by_kernel[budget, each_row] = list(zip(plan.regions, found, strict=True))
+        known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
     return known
 
 
@@ -152,7 +151,7 @@ class _Keys:
         if inputs.key_mask is not None:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
 
-    def gather(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs, mask, numbered = self.inputs, self.mask, Numbered()
         k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
         v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
@@ -167,7 +166,7 @@ def _pack(
     batch: Batch, part: Keys, dtype: torch.dtype, inputs: Inputs, keys: _Keys | Chunk
 ) -> tuple[Tensor, Tensor, How]:
     """k and v (jobs, 1, rows, d) of a part of the keys of a batch, and how they are attended."""
-    k, v, mask = keys.gather(part.rows, dtype)
+    k, v, mask = keys.gather(part.rows, batch.branch, dtype)
     if mask is not None and bool(mask.all()):
         mask = None
     if mask is not None and not inputs.hides_zeros:
@@ -251,7 +250,7 @@ def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) 
     q, workspace, group, keys = inputs.q, inputs.workspace, _group(inputs), _Keys(inputs)
     out = workspace.result(q.shape, q.dtype, q.device)
     lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
-    for region, batches in batches_of(plan, inputs):
+    for region, batches in batches_of(plan, inputs.q.element_size()):
         block, lse_block = (_Block.of(x, region, group) for x in (out, lse.transpose(1, 2)))
         is_final = plan.is_one_stage and remote is None  # nothing is merged into it
         sums = block if is_final else block.wide("acc_out", inputs), lse_block
@@ -260,7 +259,7 @@ def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) 
             lse_block.x.fill_(-math.inf)
         _attend(op, batches, inputs, sums, keys)
         for chunk in () if remote is None else remote.chunks(region):
-            for _, more in batches_of(chunk.plan, inputs):
+            for _, more in batches_of(chunk.plan, inputs.q.element_size()):
                 _attend(op, more, inputs, sums, chunk)
         if sums[0].x is not block.x:
             block.x.copy_(sums[0].x)
@@ -273,7 +272,7 @@ def backward(
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     group, keys = _group(inputs), _Keys(inputs)
     results = tuple(inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v))
-    for region, batches in batches_of(plan, inputs):
+    for region, batches in batches_of(plan, inputs.q.element_size()):
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
         sums = [block.wide(slot, inputs) for slot, block in zip(slots, blocks, strict=True)]
@@ -288,7 +287,7 @@ def backward(
             for batch in those:
                 _put_gradients(op, batch, inputs, merged, out, keys, sums)
         for chunk in () if remote is None else remote.chunks_with_gradients(region, sums[1].x, sums[2].x):
-            for _, more in batches_of(chunk.plan, inputs):
+            for _, more in batches_of(chunk.plan, inputs.q.element_size()):
                 for batch in more:
                     _put_gradients(op, batch, inputs, merged, _Block(merged.out, WHOLE), chunk, sums[:1])
         for block, total in zip(blocks, sums, strict=True):
@@ -336,7 +335,7 @@ def _put_gradients(
             _put(part.rows, sums[1], d_k, batch.opens_keys)
             _put(part.rows, sums[2], d_v, batch.opens_keys)
         else:
-            keys.add(part.rows, d_k, d_v)
+            keys.add(part.rows, batch.branch, d_k, d_v)
     assert dq is not None
     _put(rows, sums[0], dq, batch.opens_queries)
 

@@ -1,20 +1,25 @@
 """WHICH rows meet: plans of jobs and runs, and block patterns; plain data that can print itself."""
 
 from .block_pattern import BlockPattern
+from .block_sparse import BYTES_A_THREAD, plan_blocks
 from .build_pattern import build_pattern, score_pattern
 from .dilated import Shard, plan_crossing, plan_dilated
-from .runs import DEFAULT_WORKSPACE_BYTES, Job, Plan, Region, Run, Shape
+from .runs import DEFAULT_WORKSPACE_BYTES, Job, Pass, Plan, Range, Region, Run, Shape
 
 __all__ = [
+    "BYTES_A_THREAD",
     "DEFAULT_WORKSPACE_BYTES",
     "BlockPattern",
     "Job",
+    "Pass",
     "Plan",
+    "Range",
     "Region",
     "Run",
     "Shape",
     "Shard",
     "build_pattern",
+    "plan_blocks",
     "plan_crossing",
     "plan_dilated",
     "score_pattern",

@@ -56,20 +56,42 @@ class Units(NamedTuple):
     is_tail: Tensor  # of the last heads, which do not serve all offsets: they lie apart from the others
 
 
-def branch_units(spec: DilatedSpec, branch: int, shape: Shape, shard: Shard) -> Units:
-    """Which heads serve a branch, from which offset on; heads and key heads are counted within the shard."""
-    rate, total = spec.dilation_rates[branch], shard.num_heads
-    head, step, period = torch.arange(shard.head, shard.head + shape.h), 1, 1
+class Head(NamedTuple):
+    """One query head of a branch: its index, its row offset and the key/value head it reads."""
+
+    head: int
+    row: int
+    kv: int
+
+
+def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: int) -> list[Head]:
+    """The query heads that serve a branch, with their row offsets."""
+    heads = zip(*(x.tolist() for x in _serving(spec, branch, num_heads, 0, num_heads)), strict=True)
+    return [Head(head, offset, head * num_kv_heads // num_heads) for head, offset in heads]
+
+
+def _serving(spec: DilatedSpec, branch: int, total: int, first: int, num: int) -> tuple[Tensor, Tensor]:
+    """Which of `num` heads from `first` on, of `total`, serve a branch, from which offset on."""
+    rate, head = spec.dilation_rates[branch], torch.arange(first, first + num)
     if spec.head_mixing == "grouped":
         size, extra = divmod(total, len(spec.dilation_rates))
-        first = branch * size + min(branch, extra)
-        head = head[(head >= first) & (head < first + size + (branch < extra))]
-        offset = torch.full_like(head, branch % rate)
-    elif spec.head_offsets == "blocked":
+        low = branch * size + min(branch, extra)
+        head = head[(head >= low) & (head < low + size + (branch < extra))]
+        return head, torch.full_like(head, branch % rate)
+    if spec.head_offsets == "blocked":
+        return head, head // -(-total // rate)
+    return head, head % rate
+
+
+def branch_units(spec: DilatedSpec, branch: int, shape: Shape, shard: Shard) -> Units:
+    """The heads that serve a branch; heads and key heads are counted within the shard."""
+    rate, total = spec.dilation_rates[branch], shard.num_heads
+    head, offset = _serving(spec, branch, total, shard.head, shape.h)
+    step = period = 1
+    if spec.head_mixing == "all" and spec.head_offsets == "blocked":
         period = -(-total // rate)
-        offset = head // period
-    else:
-        offset, step, period = head % rate, rate, rate
+    elif spec.head_mixing == "all":
+        step = period = rate
     is_tail = head >= total // period * period
     kv = (head - shard.head) // (shape.h // shape.h_kv)
     keys, inverse, heads = torch.unique(kv * rate + offset, return_inverse=True, return_counts=True)

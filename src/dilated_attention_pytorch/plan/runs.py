@@ -101,7 +101,7 @@ class Plan:
     detaches: bool = False  # mixing weights are constants in backward
     # Runs of keys are blocks of so many rows, from multiples of it on, if time 0 is the second number.
     unit: tuple[int, int] = (0, 0)
-    budget: int = 0  # bytes of rows that kernels pack at a time; 0 for all of the workspace
+    budget: int = DEFAULT_WORKSPACE_BYTES  # bytes of rows that kernels pack at a time
     by_kernel: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from the tables
 
     def column(self, name: str) -> Tensor:

@@ -10,10 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..checks import check_count, check_positive_int
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..plan.heads import even_parts
-from ..plan.segments import Range
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Range, Shape
+from ..plan.runs import even_parts
 from .positions import Positions, count_positions
 
 

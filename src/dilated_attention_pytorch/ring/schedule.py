@@ -13,13 +13,12 @@ import torch
 
 from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
-from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
-from ..plan.heads import Head
-from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Range, Shape, Shard
+from ..plan.dilated import Head, branch_heads
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .positions import Positions
 from .rounds import Round, Schedule, check_lengths, even_shards
+from .segments import Segments, branch_segments, crossing_segment, rows_within
 
 Strategy = Literal["ring", "ulysses"]
 STRATEGIES = ("auto", "ring", "ulysses")
@@ -60,16 +59,16 @@ class RingSchedule(Schedule):
             return True
         return any(bound % min(window, self.shape.n) for bound in self.bounds[1:-1])
 
-    def part(self, rank: int) -> Part:
-        """What of the whole call a rank attends."""
+    def held(self, rank: int) -> Shard:
+        """The positions and heads of the whole call that a rank attends."""
         _, n, h, h_kv, _ = self.shape
         if self.strategy == "ring":
-            return Part(n, self.shard(rank)[0], h, 0)
-        return Part(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
+            return Shard(n, self.shard(rank)[0], h, 0)
+        return Shard(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
 
     @cached_property
-    def tiles(self) -> dict[tuple[Part, int], tuple[Tile, ...]]:
-        """The tiles of pieces, by part and round, once they were planned."""
+    def plans(self) -> dict[tuple[Shard, int], Plan]:
+        """The jobs of chunks, by shard and step, once they were planned."""
         return {}
 
     @cached_property
@@ -169,8 +168,8 @@ class RingSchedule(Schedule):
 
     @cached_property
     def _heads(self) -> list[list[Head]]:
-        part = Part.whole(self.shape)
-        return [part.branch_heads(self.spec, i, self.shape) for i in range(len(self.spec.branches))]
+        h, h_kv = self.shape.h, self.shape.h_kv
+        return [branch_heads(self.spec, i, h, h_kv) for i in range(len(self.spec.branches))]
 
     @cached_property
     def _lattices(self) -> list[list[tuple[int, int]]]:
