@@ -95,9 +95,7 @@ class Tensors(NamedTuple):
     columns: Tensor | None = None
 
 
-def attention_inputs(
-    options: RunOptions, tensors: Tensors, workspace: Workspace
-) -> tuple[Kernel, Inputs]:
+def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
     """The kernel that runs a call, and what it takes besides a plan."""
     q, k, v, key_mask, _, seed, *_ = tensors
     request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)

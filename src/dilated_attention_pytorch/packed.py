@@ -86,7 +86,9 @@ def group_documents(bounds: tuple[int, ...], spec: DilatedSpec, rows_fit: int) -
     return Documents(tuple(batches), spec.is_causal)
 
 
-def forward(documents: Documents, kernel: Kernel, make_plan: MakePlan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(
+    documents: Documents, kernel: Kernel, make_plan: MakePlan, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
     """As `kernel.forward` of the packed sequence."""
     q = inputs.q
     out = inputs.workspace.result(tuple(q.shape), q.dtype, q.device)

@@ -115,9 +115,7 @@ class Chunk(Protocol):
 
     @property
     def plan(self) -> Plan: ...
-    def gather(
-        self, rows: Rows, branch: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gather(self, rows: Rows, branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v (jobs, 1, rows, d) of jobs of a branch and their mask, packed."""
 
     def add(self, rows: Rows, branch: int, dk: Tensor, dv: Tensor) -> None:

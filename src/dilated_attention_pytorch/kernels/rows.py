@@ -34,18 +34,38 @@ class FlatRows(NamedTuple):
         if not _has_rows(x, d):
             x = x.contiguous()
         # An axis of length 1 may have any step.
-        axes = [(size, step // d if size > 1 else 0) for size, step in zip(x.shape[:3], x.stride(), strict=False)]
+        axes = [
+            (size, step // d if size > 1 else 0) for size, step in zip(x.shape[:3], x.stride(), strict=False)
+        ]
         steps = (axes[0][1], axes[1][1], axes[2][1])
         if not x.numel():
             return cls(x.reshape(0, d), steps)
         count = 1 + sum((size - 1) * step for size, step in axes)
         return cls(x.as_strided((count, d), (d, 1)), steps)
 
+    def read(self, slot: str, index: Tensor, workspace: Workspace, dtype: torch.dtype) -> Tensor:
+        """The rows of the given numbers, packed; valid until the slot is read again."""
+        rows = self.rows
+        shape = (index.numel(), rows.shape[1])
+        # In their own dtype first: index_select converts nothing.
+        name = slot if rows.dtype == dtype else f"{slot}_{rows.dtype}"
+        taken = workspace.take(name, shape, rows.dtype, rows.device)
+        torch.index_select(rows, 0, index, out=taken)
+        if rows.dtype == dtype:
+            return taken
+        return workspace.take(slot, shape, dtype, rows.device).copy_(taken)
+
 
 def _has_rows(x: Tensor, d: int) -> bool:
     inner = x.shape[3:]
-    dense = all(s == prod(inner[i + 1 :]) for i, (s, size) in enumerate(zip(x.stride()[3:], inner, strict=True)) if size > 1)
-    return dense and not any(step % d for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
+    dense = all(
+        s == prod(inner[i + 1 :])
+        for i, (s, size) in enumerate(zip(x.stride()[3:], inner, strict=True))
+        if size > 1
+    )
+    return dense and not any(
+        step % d for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1
+    )
 
 
 class Blocks(NamedTuple):
@@ -105,7 +125,11 @@ class Rows:
         """(*axes, *inner, ...) of evenly spaced jobs; `x` begins at `origin`."""
         a, b, c, *rest = x.stride()
         offset = x.storage_offset()
-        offset += (self.first[0] - origin[0]) * a + (self.first[1] - origin[1]) * b + (self.first[2] - origin[2]) * c
+        offset += (
+            (self.first[0] - origin[0]) * a
+            + (self.first[1] - origin[1]) * b
+            + (self.first[2] - origin[2]) * c
+        )
         sizes, steps = [], []
         for size, step in (*self.axes, *self.inner):
             sizes.append(size)
@@ -148,14 +172,7 @@ class Rows:
         numbered = {} if numbered is None else numbered
         if flat.steps not in numbered:
             numbered[flat.steps] = self.numbers(flat.steps, origin, x.device)
-        index = numbered[flat.steps]
-        # In their own dtype first: index_select converts nothing.
-        name = slot if x.dtype == dtype else f"{slot}_{x.dtype}"
-        taken = workspace.take(name, shape, x.dtype, x.device)
-        torch.index_select(flat.rows, 0, index, out=taken.view(index.numel(), -1))
-        if x.dtype == dtype:
-            return taken
-        return workspace.take(slot, shape, dtype, x.device).copy_(taken)
+        return flat.read(slot, numbered[flat.steps], workspace, dtype).view(shape)
 
     def write(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
         """The rows of `x` take the packed values."""

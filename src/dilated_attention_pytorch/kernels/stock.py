@@ -129,12 +129,17 @@ def _block_rows(
             skipped, here = skip if first == 0 else 0, min(most, num - first)
             rows = min(full + skip - first * size, here * size) - skipped
             pieces.append((first, here, skipped, rows, False))
-        yield queries, tuple(
-            Keys(
-                Rows((0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)),
-                causal,
-            )
-            for *which, rows, causal in pieces
+        yield (
+            queries,
+            tuple(
+                Keys(
+                    Rows(
+                        (0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)
+                    ),
+                    causal,
+                )
+                for *which, rows, causal in pieces
+            ),
         )
 
 
@@ -201,7 +206,6 @@ class _Block(NamedTuple):
         if self.x.dtype == dtype:
             return self
         return _Block(inputs.workspace.take(slot, tuple(self.x.shape), dtype, self.x.device), self.origin)
-
 
     def in_blocks(self, slot: str, plan: Plan, inputs: Inputs) -> _Block:
         """Sums of blocks of keys that several jobs have in common, for scratch of the same size."""
@@ -271,7 +275,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     group, keys = _group(inputs), _Keys(inputs)
-    results = tuple(inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v))
+    results = tuple(
+        inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)
+    )
     for region, batches in batches_of(plan, inputs.q.element_size()):
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
@@ -279,8 +285,12 @@ def backward(
         if plan.is_one_stage and remote is None:
             sums[0] = blocks[0]
         if plan.unit[0]:
-            sums[1:] = [x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)]
-        for block, is_covered in zip(sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True):
+            sums[1:] = [
+                x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)
+            ]
+        for block, is_covered in zip(
+            sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True
+        ):
             if not is_covered:
                 (block.x if block.blocks is None else block.blocks).zero_()
         for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):

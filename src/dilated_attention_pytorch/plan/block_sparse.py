@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .block_pattern import BlockPattern
-from .runs import COLUMN, Pass, Plan, Range, Region, Shape, bytes_a_row, even_parts, make_plan
+from .runs import COLUMN, Pass, Plan, Range, Region, Shape, even_parts, make_plan
 
 JOINED_BELOW = 64  # tokens a block: a kernel is slower with so few query rows
 JOINED_ROWS = 512  # tokens of the rows that are joined
@@ -37,13 +37,16 @@ def plan_blocks(
     workspace_bytes: int,
     queries: Range | None = None,
     keys: Range | None = None,
+    kv: Range | None = None,
+    kv_heads: int | None = None,
 ) -> Plan:
     """The jobs of a pattern: a block of rows with the blocks that it keeps, its own one last if causal.
 
     Of a part of it: queries and keys in windows [from, to) of positions, the same or disjoint ones, which may
     cut blocks. Times count from the first query. Where sums need scratch of their own size (those of key and
     value gradients; float32 sums of half precision) the output is cut into regions, for which they fit
-    `workspace_bytes`, but at least one key head.
+    `workspace_bytes`, but at least one key head. With `kv_heads`, each region is so many key heads; with `kv`,
+    (first, number) of the key heads, there is one.
     """
     queries = (0, pattern.n) if queries is None else queries
     keys = queries if keys is None else keys
@@ -52,11 +55,21 @@ def plan_blocks(
     for meeting in _meetings(pattern, queries, keys):
         met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
         stages = max(stages, meeting.stage + 1)
-        tables.append(_jobs(pattern, shape, meeting, queries, keys))
+        jobs, runs = _jobs(pattern, shape, meeting, queries, keys)
+        if kv is not None:
+            head = jobs[:, COLUMN["kv"]]
+            jobs = jobs[(head >= kv[0]) & (head < kv[0] + kv[1])]
+        tables.append((jobs, runs))
     first, end = blocks_of(queries, pattern.block_size)
     # Blocks, or joined ones, begin at multiples of their size only if the window does.
     can_cut = queries[0] == 0 and direction == "forward" and stages > 1
-    regions = _regions(pattern.block_size, shape, itemsize, direction, workspace_bytes, can_cut)
+    everything = (0, shape.b), (0, shape.n)
+    if kv is not None:
+        regions: tuple[Region, ...] = (Region(*everything, kv),)
+    elif kv_heads is not None:
+        regions = tuple(Region(*everything, each) for each in even_parts(shape.h_kv, kv_heads))
+    else:
+        regions = _regions(pattern.block_size, shape, itemsize, direction, workspace_bytes, can_cut)
     placed = [(_place(jobs, regions), runs) for jobs, runs in tables]
     budget = workspace_bytes * (2 if direction == "forward" else 1)  # the other half is for gradients
     covers = bool(met[:, first:end].all())
@@ -111,9 +124,7 @@ def _join(meeting: Meeting, size: int) -> list[Meeting]:
     if size >= JOINED_BELOW or join < 2 or num < 2:
         return [meeting]
     # Candidates are aligned: rows [i * join, (i + 1) * join) that are all of this kind.
-    _, count = torch.unique_consecutive(
-        meeting.layout * 2**40 + meeting.row // join, return_counts=True
-    )
+    _, count = torch.unique_consecutive(meeting.layout * 2**40 + meeting.row // join, return_counts=True)
     is_whole = torch.repeat_interleave(count == join, count)
     columns = meeting.columns[is_whole].view(-1, join * num)
     if not columns.numel():
@@ -167,8 +178,8 @@ def _jobs(
         "first_run": torch.arange(len(jobs)) * num,
         "num_runs": num,
         "causal": int(meeting.has_diagonal),
-        "opens_branch": int(meeting.stage == 0),
-        "opens_queries": int(meeting.stage == 0),
+        "opens_branch": int(meeting.stage == 0 and queries == keys),
+        "opens_queries": int(meeting.stage == 0 and queries == keys),
     }
     for name, value in values.items():
         jobs[:, COLUMN[name]] = value

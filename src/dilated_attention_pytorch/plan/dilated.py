@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from array import array
 from functools import partial
 from hashlib import blake2b
@@ -171,7 +171,7 @@ class JobBuilder:
         (q_first, q_count), (k_first, k_count) = (rows_within(first, rate, end, x) for x in (queries, keys))
         meets = (q_count > 0) & (k_count > 0)
         # The heads that lie apart come after all others, so that those are evenly spaced.
-        tail, segment, unit = torch.nonzero(
+        _tail, segment, unit = torch.nonzero(
             torch.stack([meets & ~units.is_tail, meets & units.is_tail]), as_tuple=True
         )
         phantom = torch.zeros_like(segment)
@@ -184,9 +184,9 @@ class JobBuilder:
         segment, unit = segment[job], unit[job]
         at = segment, unit
         columns = dict.fromkeys(COLUMN, torch.zeros_like(job))
-        columns["stage"] = first_stage + (part * (i.max() + 1 if len(i) else 1) + i) * (
-            j.max() + 1 if len(j) else 1
-        ) + j
+        columns["stage"] = (
+            first_stage + (part * (i.max() + 1 if len(i) else 1) + i) * (j.max() + 1 if len(j) else 1) + j
+        )
         columns["branch"] = torch.full_like(job, branch)
         size = -(-units.heads[unit] // parts)
         columns["head_step"] = torch.full_like(job, units.head_step)
@@ -300,7 +300,12 @@ def plan_crossing(
         head = jobs[:, COLUMN["kv"]]
         tables.append((jobs[(head >= kv[0]) & (head < kv[0] + kv[1])], runs))
     region = Region((0, shape.b), (0, shape.n), kv)
-    return make_plan([(_every_batch(jobs, shape.b), runs) for jobs, runs in tables], shape, (region,), budget=builder.budget)
+    return make_plan(
+        [(_every_batch(jobs, shape.b), runs) for jobs, runs in tables],
+        shape,
+        (region,),
+        budget=builder.budget,
+    )
 
 
 def _every_batch(jobs: Tensor, b: int) -> Tensor:
@@ -327,7 +332,7 @@ def _build(
     cuts, tables = [0, shape.n], []
     if steps > 1:
         cuts = [*range(0, shape.n, -(-shape.n // steps)), shape.n]
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in itertools.pairwise(cuts):
             window = (here[0] + low, here[0] + high)
             for keys in (window, (here[0], window[0]), (window[1], here[1])):
                 if keys[0] < keys[1]:
@@ -338,12 +343,12 @@ def _build(
         if scratch_bytes:
             rows = max(1, budget // (scratch_bytes * shape.h_kv))
             cuts = _time_cuts(spec, builder.bounds, here, rows)
-    longest = max(high - low for low, high in zip(cuts, cuts[1:], strict=False))
+    longest = max(high - low for low, high in itertools.pairwise(cuts))
     kv_fit, b_fit = kv_heads or shape.h_kv, max(1, shape.b)
     if scratch_bytes:
         kv_fit = max(1, min(shape.h_kv, budget // (scratch_bytes * longest)))
         b_fit = max(1, budget // (scratch_bytes * longest * shape.h_kv))
-    times = [(low, high - low) for low, high in zip(cuts, cuts[1:], strict=False)]
+    times = [(low, high - low) for low, high in itertools.pairwise(cuts)]
     batches, kvs = even_parts(shape.b, b_fit), even_parts(shape.h_kv, kv_fit)
     regions = tuple(Region(b, t, kv) for b in batches for kv in kvs for t in times)
     edges = torch.tensor(cuts[1:-1])

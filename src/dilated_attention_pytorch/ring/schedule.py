@@ -13,7 +13,17 @@ import torch
 
 from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
-from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Range, Shape, Shard
+from ..core.pattern_cache import PatternCache
+from ..plan import (
+    DEFAULT_WORKSPACE_BYTES,
+    Pass,
+    Plan,
+    Range,
+    Shape,
+    Shard,
+    plan_crossing,
+    plan_dilated,
+)
 from ..plan.dilated import Head, branch_heads
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .positions import Positions
@@ -67,9 +77,39 @@ class RingSchedule(Schedule):
         return Shard(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
 
     @cached_property
-    def plans(self) -> dict[tuple[Shard, int], Plan]:
-        """The jobs of chunks, by shard and step, once they were planned."""
+    def _plans(self) -> dict[tuple[int, int, int], Plan]:
         return {}
+
+    def own_plan(
+        self, rank: int, shape: Shape, direction: Pass, workspace_bytes: int, cache: PatternCache | None
+    ) -> Plan:
+        return plan_dilated(
+            self.spec,
+            shape,
+            itemsize=self.itemsize,
+            direction=direction,
+            docs=self.docs,
+            workspace_bytes=workspace_bytes,
+            cache=cache,
+            shard=self.held(rank),
+            kv_heads=self.lanes[0][1] if self.strategy == "ring" else None,
+        )
+
+    def chunk_plan(self, rank: int, shape: Shape, step: Round, direction: Pass, workspace_bytes: int) -> Plan:
+        key = rank, step.number, workspace_bytes  # both passes meet the same jobs
+        if key not in self._plans:
+            assert step.receive is not None
+            self._plans[key] = plan_crossing(
+                self.spec,
+                shape,
+                self.held(rank),
+                step.receive.keys,
+                step.lane,
+                itemsize=self.itemsize,
+                docs=self.docs,
+                workspace_bytes=workspace_bytes,
+            )
+        return self._plans[key]
 
     @cached_property
     def head_shares(self) -> tuple[int, ...]:

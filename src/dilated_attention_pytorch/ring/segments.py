@@ -10,8 +10,6 @@ from typing import NamedTuple
 from ..plan import Range
 
 
-
-
 class Segments(NamedTuple):
     """`num` equal segments from `start` on, `period` apart, and which of their positions meet.
 
