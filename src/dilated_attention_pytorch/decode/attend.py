@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.sources import FRESH
 from ..core.workspace import Workspace
-from ..kernels import Chunk, How, Inputs, Request, choose_kernel
+from ..kernels import How, Inputs, Request, choose_kernel
 from ..kernels.merge import merge_
 from ..kernels.rows import Rows
 from ..ops import check_execution
@@ -119,7 +119,7 @@ class _Earlier:
     shard: Shard
     past: Past
 
-    def chunks(self, region: Region) -> Iterator[Chunk]:
+    def chunks(self, region: Region) -> Iterator[_EarlierChunk]:
         plan = plan_crossing(
             self.stream.spec,
             self.inputs.shape,

@@ -48,14 +48,14 @@ def predict_memory(call: Call) -> Memory:
 
 
 def workspace_peak(call: Call, direction: Pass) -> int:
-    """Scratch of the engine: packed copies and the kernel's results of its largest batches, sums of a region."""
+    """Scratch of the kernel: packed rows and results of its largest batches, sums of a region."""
     plan = call.plan(direction)
     batches = [batch for _, each in batches_of(plan, call.dtype.itemsize) for batch in each]
     if not batches:
         return 0
     size = call.shape.d * (call.wide if _widens(call) else call.dtype.itemsize)
     sizes = [(math.prod(x.queries.shape), max(math.prod(y.rows.shape) for y in x.keys)) for x in batches]
-    queries, keys = (max(each) * size for each in zip(*sizes, strict=True))
+    queries, keys = max(x for x, _ in sizes) * size, max(x for _, x in sizes) * size
     sums = _sum_bytes(call, plan, direction)
     if direction == "forward":
         return 2 * queries + 2 * keys + sums  # q, k, v; out

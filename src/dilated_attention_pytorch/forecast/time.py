@@ -45,12 +45,12 @@ def _pass_work(call: Call, direction: Pass) -> float:
     plan, d = call.plan(direction), call.shape.d
     jobs = torch.stack([*(plan.column(x) for x in ("count", "causal", "heads")), plan.key_counts], 1)
     kinds, times = torch.unique(jobs, dim=0, return_counts=True)
-    return sum(
-        num * _job_work(*kind, d, direction) for kind, num in zip(kinds.tolist(), times.tolist(), strict=True)
-    )
+    alike = zip(kinds.tolist(), times.tolist(), strict=True)
+    return float(sum(num * _job_work(kind, d, direction) for kind, num in alike))
 
 
-def _job_work(queries: int, causal: int, heads: int, keys: int, d: int, direction: Pass) -> float:
+def _job_work(kind: list[int], d: int, direction: Pass) -> float:
+    queries, causal, heads, keys = kind
     kernel = heads * _kernel_work(queries, keys, d, bool(causal))
     moved = 2 * d * (heads * queries + keys)
     if direction == "forward":

@@ -148,7 +148,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, by: int) -> Tensor:
     """To the right, zeros following."""
-    return (x >> by) & (2 ** (64 - by) - 1)
+    kept: Tensor = (x >> by) & (2 ** (64 - by) - 1)
+    return kept
 
 
 EAGER_OP = Op(_forward, _backward, widens=True)

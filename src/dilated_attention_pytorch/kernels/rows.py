@@ -1,8 +1,8 @@
-"""Where the rows of jobs of one shape lie in a tensor: strided views if they are evenly spaced, else numbers."""
+"""Where the rows of jobs of one shape lie in a tensor: strided views if evenly spaced, else numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -34,13 +34,11 @@ class FlatRows(NamedTuple):
         if not _has_rows(x, d):
             x = x.contiguous()
         # An axis of length 1 may have any step.
-        axes = [
-            (size, step // d if size > 1 else 0) for size, step in zip(x.shape[:3], x.stride(), strict=False)
-        ]
-        steps = (axes[0][1], axes[1][1], axes[2][1])
+        a, b, c = (step // d if size > 1 else 0 for size, step in _outer(x))
+        steps = (a, b, c)
         if not x.numel():
             return cls(x.reshape(0, d), steps)
-        count = 1 + sum((size - 1) * step for size, step in axes)
+        count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
         return cls(x.as_strided((count, d), (d, 1)), steps)
 
     def read(self, slot: str, index: Tensor, workspace: Workspace, dtype: torch.dtype) -> Tensor:
@@ -57,19 +55,18 @@ class FlatRows(NamedTuple):
 
 
 def _has_rows(x: Tensor, d: int) -> bool:
-    inner = x.shape[3:]
-    dense = all(
-        s == prod(inner[i + 1 :])
-        for i, (s, size) in enumerate(zip(x.stride()[3:], inner, strict=True))
-        if size > 1
-    )
-    return dense and not any(
-        step % d for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1
-    )
+    """Whether the last axes are dense and all steps between rows are multiples of their size."""
+    dense = x[0, 0, 0].is_contiguous() if x.numel() else True
+    return dense and not any(step % d for size, step in _outer(x) if size > 1)
+
+
+def _outer(x: Tensor) -> Iterable[tuple[int, int]]:
+    """(size, step) of the axes batch, time and head."""
+    return zip(x.shape[:3], x.stride()[:3], strict=True)
 
 
 class Blocks(NamedTuple):
-    """`num` of the blocks of rows that jobs of a plan keep, but for the first `skip` rows of the first one."""
+    """`num` of the blocks of rows that jobs of a plan keep, without the first `skip` rows of the first."""
 
     plan: Plan
     members: Tensor  # (jobs,) their numbers in the plan
@@ -124,12 +121,7 @@ class Rows:
     def view(self, x: Tensor, origin: Origin = WHOLE) -> Tensor:
         """(*axes, *inner, ...) of evenly spaced jobs; `x` begins at `origin`."""
         a, b, c, *rest = x.stride()
-        offset = x.storage_offset()
-        offset += (
-            (self.first[0] - origin[0]) * a
-            + (self.first[1] - origin[1]) * b
-            + (self.first[2] - origin[2]) * c
-        )
+        offset = x.storage_offset() + _dot(self.first, (a, b, c)) - _dot(origin, (a, b, c))
         sizes, steps = [], []
         for size, step in (*self.axes, *self.inner):
             sizes.append(size)
@@ -243,7 +235,7 @@ class Box(NamedTuple):
         return prod(size for size, _ in self.axes)
 
 
-def fold(table: Tensor, most_axes: int = 4) -> Iterator[Box]:
+def fold(table: Tensor, most_axes: int = 5) -> Iterator[Box]:
     """Cuts a table into boxes of rows whose values advance evenly along a few nested axes."""
     first = 0
     while first < len(table):
@@ -254,7 +246,8 @@ def fold(table: Tensor, most_axes: int = 4) -> Iterator[Box]:
 
 def _leading_box(table: Tensor, most_axes: int) -> Box:
     """The box that a table begins with."""
-    values, axes = table[0].tolist(), []
+    values = table[0].tolist()
+    axes: list[tuple[int, tuple[int, ...]]] = []
     while len(table) > 1 and len(axes) < most_axes:
         step = table[1] - table[0]
         if bool((step < 0).any()):  # tensors have no negative strides

@@ -1,4 +1,4 @@
-"""Runs a plan on an attention op of packed rows: jobs of one shape are packed, attended and merged together."""
+"""Runs a plan on an op of packed rows: jobs of one shape are packed, attended and merged together."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
     return known
 
 
-_SHAPE = ("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom")
-_SHAPE += ("opens_branch", "opens_queries", "opens_keys")
+_SHAPE = (
+    *("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom"),
+    *("opens_branch", "opens_queries", "opens_keys"),
+)
 
 
 def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:

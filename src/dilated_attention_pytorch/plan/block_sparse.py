@@ -1,4 +1,4 @@
-"""WHICH rows meet in block-sparse attention: a pattern becomes jobs of row blocks with the blocks they keep."""
+"""WHICH rows meet in block-sparse attention: a pattern becomes jobs of row blocks and those they keep."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def plan_blocks(
     Of a part of it: queries and keys in windows [from, to) of positions, the same or disjoint ones, which may
     cut blocks. Times count from the first query. Where sums need scratch of their own size (those of key and
     value gradients; float32 sums of half precision) the output is cut into regions, for which they fit
-    `workspace_bytes`, but at least one key head. With `kv_heads`, each region is so many key heads; with `kv`,
-    (first, number) of the key heads, there is one.
+    `workspace_bytes`, but at least one key head. With `kv_heads`, each region is so many key heads; with
+    `kv`, (first, number) of the key heads, there is one.
     """
     queries = (0, pattern.n) if queries is None else queries
     keys = queries if keys is None else keys
@@ -168,7 +168,7 @@ def _jobs(
     count = ((columns + 1) * size).clamp(max=keys[1]) - low
     runs = torch.stack([low - queries[0], torch.ones_like(low), count, torch.ones_like(low)], 1)
     jobs = torch.zeros(len(meeting.row), len(COLUMN), dtype=torch.int64)
-    values = {
+    values: dict[str, Tensor | int] = {
         "stage": meeting.stage,
         "heads": 1,
         "head_step": 1,

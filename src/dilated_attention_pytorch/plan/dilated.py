@@ -29,6 +29,7 @@ from .runs import (
 
 MAX_ROWS = 32768  # the CUDA memory-efficient kernel is reported wrong beyond 65536 rows
 MIN_ROWS = 16  # shorter runs would be all overhead, whatever the workspace
+MAX_HEADS = 65535  # CUDA launches fail beyond
 GOOD_ROWS = 1024  # query heads that share keys are split over jobs before their runs get shorter than this
 
 
@@ -216,7 +217,7 @@ class JobBuilder:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Which (meeting, part of its heads, piece of its queries, piece of its keys) become a job each."""
         longest = torch.maximum(queries, keys)
-        heads_fit = (self.budget // (self.row_bytes * longest.clamp(max=GOOD_ROWS)) - 1).clamp(min=1)
+        heads_fit = (self.budget // (self.row_bytes * longest.clamp(max=GOOD_ROWS)) - 1).clamp(1, MAX_HEADS)
         parts = -(-heads // heads_fit)
         parts = -(-heads // -(-heads // parts))
         fit = self.budget // (self.row_bytes * (-(-heads // parts) + 1))
@@ -329,7 +330,7 @@ def _build(
     builder = JobBuilder(spec, shape, shard, docs, itemsize, budget)
     scratch_bytes = 0 if kv_heads else scratch_rows * shape.d * max(4, itemsize)
     here = (shard.start, shard.start + shape.n)
-    cuts, tables = [0, shape.n], []
+    cuts, tables = [0, shape.n], list[tuple[Tensor, Tensor]]()
     if steps > 1:
         cuts = [*range(0, shape.n, -(-shape.n // steps)), shape.n]
         for low, high in itertools.pairwise(cuts):

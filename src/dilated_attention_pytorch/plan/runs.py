@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
     start: int
     step: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of tuples
     multiplicity: int = 1
 
     def within(self, first: int, end: int) -> Run:
@@ -66,7 +66,7 @@ class Job(NamedTuple):
     kv: int
     start: int
     step: int
-    count: int
+    count: int  # type: ignore[assignment]
     first_run: int
     num_runs: int
     causal: int

@@ -39,6 +39,7 @@ class RankCall:
             remote = None
             if self.schedule.steps(rank):
                 remote = RingKV(self.ring, self.schedule, inputs, direction, size)
+            results: tuple[Tensor, ...]
             if merged is None:
                 results = kernel.forward(plan, inputs, remote)
             else:
