@@ -114,7 +114,7 @@ def _block_rows(
     size, (heads, _), (count, _) = plan.unit[0], *inner
     own = count if is_causal else 0
     full, num = num_keys - own, num - is_causal
-    most = max(1, min(num, budget // size - heads))
+    most = max(1, min(num, (budget - heads * count) // size))
     fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
     for part in torch.split(those, _even(len(those), fit)):
         jobs = plan.jobs[part]

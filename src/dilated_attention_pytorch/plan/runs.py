@@ -117,9 +117,9 @@ class Plan:
     @cached_property
     def num_pairs(self) -> int:
         """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
-        queries, keys = self.column("count"), self.key_counts
-        pairs = torch.where(self.column("causal") > 0, queries * (queries + 1) // 2, queries * keys)
-        return int((pairs * self.column("heads")).sum())
+        queries = self.column("count")
+        unseen = self.column("causal") * (queries * (queries - 1) // 2)
+        return int(((queries * self.key_counts - unseen) * self.column("heads")).sum())
 
     @property
     def nbytes(self) -> int:
