@@ -43,6 +43,7 @@ from dilated_attention_pytorch.bench.gate import accept
 from dilated_attention_pytorch.bench.measure import Measured, interleave, measure_in_child, read_status
 from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.core import reset_global_pattern_cache
+from dilated_attention_pytorch.kernels.stock import batches_of
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
 from dilated_attention_pytorch.spec import branches_for
 
@@ -181,12 +182,14 @@ def _plan(config: Config, b: int, n: int, direction: Direction) -> Plan:
 
 def _ready_tiles(case: TimeCase, direction: Direction) -> list[tuple[Tensor, Tensor, Tensor, bool]]:
     d = case.config.d
-    tiles = [tile for b, n in case.calls for tile in _plan(case.config, b, n, direction).tiles]
-    q_shapes, k_shapes = [tile.q_shape(d) for tile in tiles], [tile.k_shape(d) for tile in tiles]
+    plans = [_plan(case.config, b, n, direction) for b, n in case.calls]
+    batches = [batch for plan in plans for _, each in batches_of(plan, 4) for batch in each]
+    q_shapes = [(*batch.queries.shape, d) for batch in batches]
+    k_shapes = [(*batch.keys[0].rows.shape, d) for batch in batches]
     q, k, v = Arena(q_shapes, 0), Arena(k_shapes, 1), Arena(k_shapes, 2)
     return [
-        (q.take(q_shape), k.take(k_shape), v.take(k_shape), tile.is_causal)
-        for tile, q_shape, k_shape in zip(tiles, q_shapes, k_shapes, strict=True)
+        (q.take(q_shape), k.take(k_shape), v.take(k_shape), batch.keys[0].is_causal)
+        for batch, q_shape, k_shape in zip(batches, q_shapes, k_shapes, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from dilated_attention_pytorch import (
     build_block_pattern,
 )
 from dilated_attention_pytorch.core.pattern_cache import get_block_pattern_cache
-from dilated_attention_pytorch.plan import block_sparse, plan_blocks
+from dilated_attention_pytorch.plan import Shape, block_sparse, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations
 from support.exactness import check_call
@@ -112,7 +112,8 @@ def test_joined_neighbours(kind: Any, causal: bool, h_kv: int, monkeypatch: pyte
     monkeypatch.setattr(block_sparse, "JOINED_ROWS", 512)
     n = 2600
     pattern = build_block_pattern(SparsePatternConfig(kind, 0.8, 16), n, 2, is_causal=causal)
-    assert any(group.join == 32 for group in plan_blocks(pattern).groups[0])
+    plan = plan_blocks(pattern, Shape(1, n, 2, h_kv, 8), itemsize=8, workspace_bytes=2**20)
+    assert int(plan.column("count").max()) == 32 * 16
     tensors = [x[:1].requires_grad_() for x in qkv(n, 2, h_kv)]
     mask = torch.rand(1, n) > 0.1
     options: Any = {"is_causal": causal, "key_mask": mask}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import DilatedSpec, Execution, dilated_attention
-from dilated_attention_pytorch.plan import Shape, plan_dilated
+from dilated_attention_pytorch import Execution, dilated_attention
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
 from support.executions import dilated
 from support.tolerances import assert_close, assert_same_gradients
@@ -331,18 +330,17 @@ def test_steps_with_a_dropout_that_drops_nothing(options: dict[str, Any], dtype:
         assert_close(got, want, dtype)
 
 
-def test_steps_bound_the_sums_of_a_forward_pass_with_dropout() -> None:
-    """Where segments are as long as the sequence, a panel is otherwise all of it."""
-    shape = Shape(1, 64, 2, 2, 8)
-    for p in (0.0, 0.4):
-        spec = DilatedSpec([64], [1], dropout_p=p)
-        how = {"itemsize": 2, "workspace_bytes": 2**12, "steps": 4}
-        forward, backward = (plan_dilated(spec, shape, direction=d, **how) for d in ("forward", "backward"))
-        assert {panel.time for panel in forward.panels} == {16}
-        assert {panel.time for panel in backward.panels} == {64}
-        if p:
-            assert sorted(x.index for x in forward.tiles) == sorted(x.index for x in backward.tiles)
-            assert set(forward.tiles) == set(backward.tiles)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_dropout_does_not_depend_on_how_the_work_is_cut(steps: int) -> None:
+    x = torch.randn(2, 64, 4, 8, dtype=torch.float64, requires_grad=True)
+    results = []
+    for size in (1, 2**10, 2**14, None):
+        torch.manual_seed(3)
+        out = dilated(x, x, x, [16, 64], [1, 2], dropout_p=0.4, workspace_bytes=size, steps=steps)
+        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    for got in results[1:]:
+        for one, other in zip(got, results[0], strict=True):
+            assert_close(one, other, torch.float64)
 
 
 @pytest.mark.parametrize(

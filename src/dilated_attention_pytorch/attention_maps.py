@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .checks import check_dense, check_inputs, document_bounds, named_keywords
 from .ops import without_autocast
-from .plan.heads import branch_heads
+from .plan.dilated import branch_heads
 from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
 
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -267,7 +267,7 @@ def attend_blocks(
         work = BlockSparse(spec, pattern.key if execution.use_pattern_cache else "", pattern.block_size)
     # On CUDA FlexAttention where it can; else the op.
     if q.device.type == "cuda" and execution.kernel == "auto" and not torch.compiler.is_compiling():
-        blocks = work.plan(execution, Tensors(q, k, v)).pattern if isinstance(pattern, str) else pattern
+        blocks = work.pattern(execution, Tensors(q, k, v)) if isinstance(pattern, str) else pattern
         if why_not_flex(q, blocks, spec.dropout_p) is None:
             blocks = blocks.causal() if spec.is_causal else blocks
             return flex_block_sparse(q, k, v, blocks, scale=spec.scale_for(q.shape[-1]), key_mask=key_mask)

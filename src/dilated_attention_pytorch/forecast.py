@@ -3,22 +3,22 @@
     peak = inputs + results + workspace
     inputs    = q, k, v; with gradients also out's
     results   = out, lse; with gradients also dq, dk, dv
-    workspace = the largest packed tile, what the kernel returns for it, and the float32 sums of a panel
+    workspace = the largest packed batch, what the kernel returns for it, and the float32 sums of a region
 
 Before the memory of the process itself (Python and torch), and of attention alone: projections, feed-forward
 and weights of a model come on top.
 
-Time is that of a CPU. Torch's CPU flash kernel, which runs the tiles and dense attention alike, takes queries
-in blocks and the keys that they see in blocks of `KEY_BLOCK`. So a causal tile computes whole blocks along
+Time is that of a CPU. Torch's CPU flash kernel, which runs the jobs and dense attention alike, takes queries
+in blocks and the keys that they see in blocks of `KEY_BLOCK`. So a causal job computes whole blocks along
 the diagonal: up to `KEY_BLOCK` keys it costs as much as one that is not causal. Costs are in units of a
 product of a score and a feature at the kernel's best rate, and only their ratios have a meaning:
 
     a pair of query and key      d + SOFTMAX
-    a query of a tile            QUERY * d, its share of unpacking keys and of starting rows
+    a query of a job             QUERY * d, its share of unpacking keys and of starting rows
     an element packed or merged  MOVE
     backward                     BACKWARD times the kernel's forward, twice the moves
 
-The constants were fitted on x86 with AVX2. The suite `forecast` of the bench compares with what is measured.
+The constants were fitted on x86 with AVX2. `benchmarks/forecast.py` compares with what is measured.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernels import Request, choose_kernel
-from .plan import DEFAULT_WORKSPACE_BYTES, Plan, Shape, Tile, plan_dilated
-from .plan.shape import Pass
+from .kernels.stock import batches_of
+from .plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
 from .spec import DilatedSpec
 
 CPU = torch.device("cpu")
@@ -109,24 +109,24 @@ def predict_memory(call: Call) -> Memory:
 
 
 def workspace_peak(call: Call, direction: Pass) -> int:
-    """Scratch of the engine: packed copies and the kernel's results of its largest tiles, sums of a panel."""
-    plan, d = call.plan(direction), call.shape.d
-    if not plan.tiles:
+    """Scratch of the kernel: packed rows and results of its largest batches, sums of a region."""
+    plan = call.plan(direction)
+    batches = [batch for _, each in batches_of(plan, call.dtype.itemsize) for batch in each]
+    if not batches:
         return 0
     # Half precision is widened by some kernels; on a GPU, which may not be here to be asked, it is not.
-    widens = call.device.type == "cpu" and choose_kernel(Request(call.device, call.dtype)).widens
-    size = call.wide if widens else call.dtype.itemsize
-    sizes = [(size * math.prod(tile.q_shape(d)), size * math.prod(tile.k_shape(d))) for tile in plan.tiles]
-    queries, keys = max(query for query, _ in sizes), max(key for _, key in sizes)
-    sums = 0  # in float32 beside half-precision results: out, or dq, dk and dv, of the largest panel
+    widens = call.device.type == "cpu" and choose_kernel(Request(call.device, call.dtype)).op.widens
+    row = call.shape.d * (call.wide if widens else call.dtype.itemsize)
+    sizes = [(math.prod(x.queries.shape), max(math.prod(y.rows.shape) for y in x.keys)) for x in batches]
+    queries, keys = row * max(num for num, _ in sizes), row * max(num for _, num in sizes)
+    sums = 0  # in float32 beside half-precision results: out, or dq, dk and dv, of the largest region
     if call.dtype.itemsize < 4:
-        sums = max(panel.batch * panel.time * panel.heads for panel in plan.panels)
-        if direction == "backward":
-            sums += 2 * max(panel.batch * panel.time * panel.kv_heads for panel in plan.panels)
-        sums *= d * call.wide
+        of_keys = max(region.batch[1] * region.time[1] * region.kv[1] for region in plan.regions)
+        sums = of_keys * (call.shape.h // call.shape.h_kv) + (2 * of_keys if direction == "backward" else 0)
+        sums *= call.shape.d * call.wide
     if direction == "forward":
         return 2 * queries + 2 * keys + sums  # q, k, v; out
-    returned = max(query + 2 * key for query, key in sizes)
+    returned = row * max(query + 2 * key for query, key in sizes)
     return 3 * queries + 2 * keys + returned + sums  # q, out, gradient of out, k, v; dq, dk, dv
 
 
@@ -139,17 +139,21 @@ def relative_time(call: Call) -> float | None:
         return None
     b, n, h, _, d = call.shape
     dense = b * h * _kernel_work(n, n, d, call.spec.is_causal)
-    tiles = [(tile, direction) for direction in call.passes for tile in call.plan(direction).tiles]
-    own = sum(_tile_work(tile, d, direction) for tile, direction in tiles)
+    own = sum(_pass_work(call, direction) for direction in call.passes)
     return own / (dense * (1 + BACKWARD if call.train else 1))
 
 
-def _tile_work(tile: Tile, d: int, direction: Pass) -> float:
-    calls, heads, queries, _ = tile.q_shape(d)
-    _, units, keys, _ = tile.k_shape(d)
-    kernel = calls * heads * _kernel_work(queries, keys, d, tile.is_causal)
-    moved = 2 * calls * d * (heads * queries + units * keys)
-    return kernel + MOVE * moved if direction == "forward" else BACKWARD * kernel + 2 * MOVE * moved
+def _pass_work(call: Call, direction: Pass) -> float:
+    plan, d = call.plan(direction), call.shape.d
+    jobs = torch.stack([*(plan.column(x) for x in ("count", "causal", "heads")), plan.key_counts], 1)
+    kinds, times = torch.unique(jobs, dim=0, return_counts=True)
+    total = 0.0
+    for (queries, causal, heads, keys), num in zip(kinds.tolist(), times.tolist(), strict=True):
+        kernel = heads * _kernel_work(queries, keys, d, bool(causal))
+        moved = 2 * d * (heads * queries + keys)
+        is_forward = direction == "forward"
+        total += num * (kernel + MOVE * moved if is_forward else BACKWARD * kernel + 2 * MOVE * moved)
+    return total
 
 
 def _kernel_work(queries: int, keys: int, d: int, is_causal: bool) -> float:

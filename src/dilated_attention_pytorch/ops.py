@@ -22,29 +22,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from . import block_engine, engine, packed
+from . import packed
 from .checks import autocasts, document_bounds
 from .core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
 from .core.workspace import Workspace
-from .engine import Inputs, Merged
-from .kernels import Request, choose_kernel
+from .kernels import Inputs, Kernel, Merged, Request, choose_kernel
 from .packed import Documents, group_documents
 from .plan import (
+    BYTES_A_THREAD,
     DEFAULT_WORKSPACE_BYTES,
     BlockPattern,
-    BlockPlan,
-    Part,
+    Pass,
     Plan,
     Shape,
+    Shard,
     build_pattern,
     plan_blocks,
     plan_dilated,
 )
-from .plan.block_sparse import BYTES_A_THREAD
 from .plan.dilated import digest
-from .plan.shape import Pass
 from .spec import SPEC_FIELDS, DilatedSpec, Execution, SparsePatternConfig
 
 _FRESH = Execution()
@@ -96,13 +94,14 @@ class Tensors(NamedTuple):
     columns: Tensor | None = None
 
 
-def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> Inputs:
-    """The tensors of a call and the kernel that runs it."""
+def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
+    """The kernel that runs a call, and what it takes besides a plan."""
     q, k, v, key_mask, _, seed, *_ = tensors
     request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
-    return Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, kernel, workspace)
+    how = options.scale, options.dropout_p, drawn, workspace, options.workspace_bytes
+    return kernel, Inputs(q, k, v, key_mask, *how)
 
 
 class Dilated(NamedTuple):
@@ -115,17 +114,19 @@ class Dilated(NamedTuple):
     def options(self, q: Tensor, execution: Execution) -> RunOptions:
         return run_options(self.spec, q.shape[-1], execution, DEFAULT_WORKSPACE_BYTES)
 
-    def run(self, options: RunOptions, tensors: Tensors, inputs: Inputs, merged: Merged | None) -> Any:
+    def run(
+        self, options: RunOptions, tensors: Tensors, kernel: Kernel, inputs: Inputs, merged: Merged | None
+    ) -> Any:
         """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
         direction: Pass = "forward" if merged is None else "backward"
         documents = self._documents(options, inputs, tensors.cu_seqlens)
         if documents.batches:
             make_plan = partial(self._plan, options, direction, inputs.q.element_size())
             if merged is None:
-                return packed.forward(documents, make_plan, inputs)
-            return packed.backward(documents, make_plan, inputs, merged)
+                return packed.forward(documents, kernel, make_plan, inputs)
+            return packed.backward(documents, kernel, make_plan, inputs, merged)
         plan = self._whole_plan(options, tensors, direction)
-        return engine.forward(plan, inputs) if merged is None else engine.backward(plan, inputs, merged)
+        return kernel.forward(plan, inputs) if merged is None else kernel.backward(plan, inputs, merged)
 
     def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
         """How many matrix products a pass computes, and over how many pairs of rows each of them goes."""
@@ -157,7 +158,7 @@ class Dilated(NamedTuple):
             workspace_bytes=options.workspace_bytes,
             cache=get_global_pattern_cache() if options.use_pattern_cache else None,
             steps=self.steps,
-            part=Part(shape.n, 0, total, first),
+            shard=Shard(shape.n, 0, total, first),
         )
 
     def _documents(self, options: RunOptions, inputs: Inputs, cu_seqlens: Tensor | None) -> Documents:
@@ -190,33 +191,48 @@ class BlockSparse(NamedTuple):
         # Known only where the op runs: compilers cannot ask for threads.
         return run_options(self.spec, q.shape[-1], execution, BYTES_A_THREAD * torch.get_num_threads())
 
-    def run(self, options: RunOptions, tensors: Tensors, inputs: Inputs, merged: Merged | None) -> Any:
-        plan, size = self.plan(options, tensors), options.workspace_bytes
+    def run(
+        self, options: RunOptions, tensors: Tensors, kernel: Kernel, inputs: Inputs, merged: Merged | None
+    ) -> Any:
         if merged is None:
-            return block_engine.forward(plan, inputs, size)
-        return block_engine.backward(plan, inputs, size, merged)
+            return kernel.forward(self._plan(options, tensors, inputs, "forward"), inputs)
+        return kernel.backward(self._plan(options, tensors, inputs, "backward"), inputs, merged)
 
     def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
-        pattern = self.plan(options, tensors).pattern
+        pattern = self.pattern(options, tensors)
         heads = tensors.q.shape[0] * tensors.q.shape[2]
         return 2 if direction == "forward" else 5, pattern.num_pairs * (heads // len(pattern))
 
-    def plan(self, options: RunOptions | Execution, tensors: Tensors) -> BlockPlan:
+    def _plan(self, options: RunOptions, tensors: Tensors, inputs: Inputs, direction: Pass) -> Plan:
+        shape, itemsize, size = inputs.shape, inputs.q.element_size(), options.workspace_bytes
+        pattern = self.pattern(options, tensors)
+        build = partial(
+            plan_blocks, pattern, shape, itemsize=itemsize, direction=direction, workspace_bytes=size
+        )
+        if not options.use_pattern_cache or not self.recipe:
+            return build()
+        key = ("blocks", self.recipe, self.spec.is_causal, shape, itemsize, direction, size)
+        plan: Plan = get_global_pattern_cache().get_or_build(key, build)
+        return plan
+
+    def pattern(self, options: RunOptions | Execution, tensors: Tensors) -> BlockPattern:
+        """The pattern of a call, kept in the cache of block patterns."""
         n, num_heads = tensors.q.shape[1:3]
         build = partial(self._build, n, num_heads, tensors.starts, tensors.columns)
         if not options.use_pattern_cache or not self.recipe:
             return build()
         # The same pattern may serve any number of heads, but not the draws of a random one.
         key = ("block_sparse", self.recipe, n, num_heads, self.spec.is_causal)
-        return get_block_pattern_cache().get_or_build(key, build)
+        pattern: BlockPattern = get_block_pattern_cache().get_or_build(key, build)
+        return pattern
 
-    def _build(self, n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None) -> BlockPlan:
+    def _build(self, n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None) -> BlockPattern:
         is_causal = self.spec.is_causal
         if starts is not None and columns is not None:
             pattern = BlockPattern(n, self.block_size, starts.cpu(), columns.cpu())
-            return plan_blocks(pattern.causal() if is_causal else pattern)
+            return pattern.causal() if is_causal else pattern
         config, branches = _read_recipe(self.recipe)
-        return plan_blocks(build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches))
+        return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
 
 
 def block_spec(is_causal: bool, scale: float | None, dropout_p: float) -> DilatedSpec:
@@ -282,9 +298,11 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
-        return work.run(sized, tensors, attention_inputs(sized, tensors, workspace), merged)
+        return work.run(sized, tensors, *attention_inputs(sized, tensors, workspace), merged)
 
-    device, shrinks = tensors.q.device, not options.dropout_p  # whose masks depend on the tiles
+    device = tensors.q.device
+    # Of packed documents the masks of dropout depend on how many run together.
+    shrinks = not options.dropout_p or tensors.cu_seqlens is None
     with without_autocast(device):
         return run_with_memory(options.memory, options.workspace_bytes, device, attend, may_shrink=shrinks)
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import engine
 from .core.workspace import Workspace
-from .engine import Inputs, Merged
+from .kernels import Inputs, Kernel, Merged
+from .kernels.stock import mix_seed
 from .plan import Plan, Shape
 from .spec import DilatedSpec
 
@@ -86,22 +86,24 @@ def group_documents(bounds: tuple[int, ...], spec: DilatedSpec, rows_fit: int) -
     return Documents(tuple(batches), spec.is_causal)
 
 
-def forward(documents: Documents, make_plan: MakePlan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """As `engine.forward` of the packed sequence."""
+def forward(
+    documents: Documents, kernel: Kernel, make_plan: MakePlan, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
+    """As `kernel.forward` of the packed sequence."""
     q = inputs.q
     out = inputs.workspace.result(tuple(q.shape), q.dtype, q.device)
     lse = inputs.workspace.result((1, q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
     for batch, own in _batches(documents, inputs):
-        part, lse_part = engine.forward(make_plan(engine.shape_of(own)), own)
+        part, lse_part = kernel.forward(make_plan(own.shape), own)
         batch.put(out, part)
         batch.put(lse.transpose(1, 2), lse_part.transpose(1, 2))
     return out, lse
 
 
 def backward(
-    documents: Documents, make_plan: MakePlan, inputs: Inputs, merged: Merged
+    documents: Documents, kernel: Kernel, make_plan: MakePlan, inputs: Inputs, merged: Merged
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `engine.backward` of the packed sequence."""
+    """As `kernel.backward` of the packed sequence."""
     tensors = (inputs.q, inputs.k, inputs.v)
     dq, dk, dv = (inputs.workspace.result(tuple(x.shape), x.dtype, x.device) for x in tensors)
     for batch, own in _batches(documents, inputs):
@@ -117,7 +119,7 @@ def backward(
             batch.gather("docs_grad_out", merged.grad_out, inputs),
             None if grad_lse is None else grad_lse.transpose(1, 2),
         )
-        own_gradients = engine.backward(make_plan(engine.shape_of(own)), own, part)
+        own_gradients = kernel.backward(make_plan(own.shape), own, part)
         for gradient, own_gradient in zip((dq, dk, dv), own_gradients, strict=True):
             batch.put(gradient, own_gradient)
     return dq, dk, dv
@@ -132,7 +134,7 @@ def _batches(documents: Documents, inputs: Inputs) -> Iterator[tuple[Batch, Inpu
         mask = None if documents.is_causal else batch.real
         if inputs.key_mask is not None:
             mask = batch.gather("docs_mask", inputs.key_mask, inputs)
-        seed = engine.scatter(inputs.seed + number)
+        seed = mix_seed(inputs.seed + number)
         hides_zeros, scratch = inputs.key_mask is None, _results_in_scratch(inputs.workspace)
         own: dict[str, Any] = {"q": q, "k": k, "v": v, "key_mask": mask, "seed": seed}
         yield batch, replace(inputs, **own, hides_zeros=hides_zeros, workspace=scratch)

@@ -1,4 +1,4 @@
-"""Every kernel that runs here keeps the contract, its guards included."""
+"""Every op of packed rows that runs here keeps the contract, its guards included."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import Dropout, How, Kernel, eager
+from dilated_attention_pytorch.kernels import Dropout, How, Op, eager
 from dilated_attention_pytorch.kernels.cpu_flash import CPU_FLASH
-from dilated_attention_pytorch.kernels.eager import EAGER
+from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from support.tolerances import assert_close
 
-BOTH = pytest.mark.parametrize("kernel", [CPU_FLASH, EAGER], ids=lambda k: k.name)
+BOTH = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eager"])
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 600])
-def test_forward_and_backward(kernel: Kernel, rows: int, causal: bool, masked: bool) -> None:
+def test_forward_and_backward(op: Op, rows: int, causal: bool, masked: bool) -> None:
     keys = rows if causal else rows + 3
     q = torch.randn(2, 4, rows, 5, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, keys, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -46,7 +46,7 @@ def test_forward_and_backward(kernel: Kernel, rows: int, causal: bool, masked: b
     how = How(causal, 0.4, mask)
     expected, expected_lse = dense(q, k, v, how)
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, how)
+        out, lse = op.forward(q, k, v, how)
     assert_close(out, expected, torch.float64, "out")
     assert_close(lse, expected_lse, torch.float64, "lse")
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
@@ -56,35 +56,35 @@ def test_forward_and_backward(kernel: Kernel, rows: int, causal: bool, masked: b
     grads = torch.autograd.grad(loss, (q, k, v))
     with torch.no_grad():
         lse = lse.masked_fill(lse == -math.inf, math.inf)
-        for got, want in zip(kernel.backward(grad_out, grad_lse, q, k, v, out, lse, how), grads, strict=True):
+        for got, want in zip(op.backward(grad_out, grad_lse, q, k, v, out, lse, how), grads, strict=True):
             assert_close(got, want, torch.float64, "gradient")
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [5, 64, 1100])
-def test_nonfinite_queries_and_keys_are_not_swallowed(kernel: Kernel, dtype: torch.dtype, rows: int) -> None:
+def test_nonfinite_queries_and_keys_are_not_swallowed(op: Op, dtype: torch.dtype, rows: int) -> None:
     for bad in (math.nan, math.inf):
         q, k, v = (torch.randn(1, 1, rows, 8).to(dtype) for _ in range(3))
         q[0, 0, rows // 2] = bad
-        out, _ = kernel.forward(q, k, v, How(False, 1.0))
+        out, _ = op.forward(q, k, v, How(False, 1.0))
         assert out.isnan().any(-1).flatten().tolist() == [i == rows // 2 for i in range(rows)]
         q = torch.randn(1, 1, rows, 8).to(dtype)
         k[0, 0, 0] = math.nan
-        out, lse = kernel.forward(q, k, v, How(False, 1.0))
+        out, lse = op.forward(q, k, v, How(False, 1.0))
         assert out.isnan().all()
         assert lse.isnan().all()
 
 
 @BOTH
-def test_later_nonfinite_values_do_not_reach_earlier_rows(kernel: Kernel) -> None:
+def test_later_nonfinite_values_do_not_reach_earlier_rows(op: Op) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
-    clean, _ = kernel.forward(q, k, v, How(True, 0.3))
+    clean, _ = op.forward(q, k, v, How(True, 0.3))
     for x, bad in ((v, math.nan), (k, math.nan), (v, -math.inf)):
         spoilt = x.clone()
         spoilt[0, 0, 25] = bad
-        out, _ = kernel.forward(q, spoilt if x is k else k, spoilt if x is v else v, How(True, 0.3))
-        assert torch.equal(out[0, 0, :25], clean[0, 0, :25]) or kernel is EAGER
+        out, _ = op.forward(q, spoilt if x is k else k, spoilt if x is v else v, How(True, 0.3))
+        assert torch.equal(out[0, 0, :25], clean[0, 0, :25]) or op is EAGER_OP
         assert_close(out[0, 0, :25], clean[0, 0, :25], torch.float32)
         assert_close(out[0, 1], clean[0, 1], torch.float32)
         assert not out[0, 0, 25:].isfinite().any()
@@ -92,18 +92,18 @@ def test_later_nonfinite_values_do_not_reach_earlier_rows(kernel: Kernel) -> Non
 
 
 @BOTH
-def test_scores_that_overflow_leave_an_empty_row(kernel: Kernel) -> None:
+def test_scores_that_overflow_leave_an_empty_row(op: Op) -> None:
     q, k = torch.full((1, 1, 3, 4), -1e25), torch.full((1, 1, 3, 4), 1e25)
-    out, lse = kernel.forward(q, k, torch.ones(1, 1, 3, 4), How(False, 1.0))
+    out, lse = op.forward(q, k, torch.ones(1, 1, 3, 4), How(False, 1.0))
     assert not out.any()
     assert (lse == -math.inf).all()
 
 
 @BOTH
-def test_an_lse_of_zero_by_right(kernel: Kernel) -> None:
+def test_an_lse_of_zero_by_right(op: Op) -> None:
     q, k = torch.zeros(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
     for v in (torch.randn(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)):
-        out, lse = kernel.forward(q, k, v, How(False, 1.0))
+        out, lse = op.forward(q, k, v, How(False, 1.0))
         assert torch.equal(out, v)
         assert torch.equal(lse, torch.zeros(1, 1, 1))
 
@@ -112,13 +112,13 @@ def test_eager_in_small_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     q, k, v = (torch.randn(2, 4, 33, 8, dtype=torch.float64) for _ in range(3))
     k, v = k[:, :2], v[:, :2]
     how = How(True, 0.3, torch.rand(2, 2, 33) > 0.3)
-    expected = EAGER.forward(q, k, v, how)
-    grads = EAGER.backward(q, None, q, k, v, *expected, how)
+    expected = EAGER_OP.forward(q, k, v, how)
+    grads = EAGER_OP.backward(q, None, q, k, v, *expected, how)
     monkeypatch.setattr(eager, "MAX_SCORES", 150)
-    actual = EAGER.forward(q, k, v, how)
+    actual = EAGER_OP.forward(q, k, v, how)
     for got, want in zip(actual, expected, strict=True):
         assert_close(got, want, torch.float64)
-    for got, want in zip(EAGER.backward(q, None, q, k, v, *actual, how), grads, strict=True):
+    for got, want in zip(EAGER_OP.backward(q, None, q, k, v, *actual, how), grads, strict=True):
         assert_close(got, want, torch.float64)
 
 
@@ -126,15 +126,40 @@ def test_dropout_repeats_its_mask_in_backward() -> None:
     """With v the identity, out shows each dropped probability; dv then must use the same mask."""
     q, k = (torch.randn(1, 1, 50, 50, dtype=torch.float64) for _ in range(2))
     v = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50)
-    plain, lse = EAGER.forward(q, k, v, How(False, 0.1))
-    how = How(False, 0.1, None, Dropout(0.25, seed=7))
-    dropped, lse_dropped = EAGER.forward(q, k, v, how)
+    plain, lse = EAGER_OP.forward(q, k, v, How(False, 0.1))
+    numbers = torch.arange(50).view(1, 1, 50)
+    how = How(False, 0.1, None, Dropout(0.25, 7, numbers + 1000, numbers))
+    dropped, lse_dropped = EAGER_OP.forward(q, k, v, how)
     assert torch.equal(lse, lse_dropped)
     kept = dropped != 0
     assert_close(dropped[kept], plain[kept] / 0.75, torch.float64)
     assert 0.2 < 1 - kept.double().mean().item() < 0.3
     eye = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50).contiguous()
-    _, _, dv = EAGER.backward(eye, None, q, k, v, dropped, lse, how)
+    _, _, dv = EAGER_OP.backward(eye, None, q, k, v, dropped, lse, how)
     assert_close(dv, dropped.transpose(-1, -2), torch.float64)
-    everything, _ = EAGER.forward(q, k, v, How(False, 0.1, None, Dropout(1.0, seed=7)))
+    everything, _ = EAGER_OP.forward(q, k, v, How(False, 0.1, None, Dropout(1.0, 7, numbers, numbers)))
     assert not everything.any()
+
+
+def test_dropout_follows_the_numbers_of_rows_and_keys() -> None:
+    """A pair draws the same wherever it stands; other rows, keys and seeds draw anew."""
+    q = torch.randn(1, 1, 40, 8, dtype=torch.float64)
+    v = torch.eye(40, dtype=torch.float64).expand(1, 1, 40, 40)
+    numbers = torch.arange(40).view(1, 1, 40)
+
+    def dropped(rows: Tensor, keys: Tensor, seed: int = 7) -> Tensor:
+        """(rows, keys): by the numbers that rows and keys have."""
+        how = How(False, 0.1, None, Dropout(0.5, seed, rows, keys))
+        q_pad = torch.nn.functional.pad(q, (0, 32))
+        return EAGER_OP.forward(q_pad, q_pad, v, how)[0][0, 0] == 0
+
+    first, order = dropped(numbers, numbers), torch.randperm(40)
+    assert torch.equal(dropped(numbers[..., order], numbers), first[order])
+    assert torch.equal(dropped(numbers, numbers[..., order]), first[:, order])
+    for other in (
+        dropped(numbers + 40, numbers),
+        dropped(numbers, numbers + 40),
+        dropped(numbers, numbers, 8),
+    ):
+        assert 0.4 < (other == first).double().mean() < 0.6
+    assert 0.4 < (first == first.T).double().mean() < 0.6

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedSpec
 from dilated_attention_pytorch.core import PatternCache
-from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
-from dilated_attention_pytorch.plan.tile_builder import MAX_GRID, MAX_ROWS
+from dilated_attention_pytorch.kernels.stock import MAX_JOBS
+from dilated_attention_pytorch.plan import Plan, Region, Run, Shape, Shard, plan_crossing, plan_dilated
+from dilated_attention_pytorch.plan.dilated import MAX_ROWS, Head, branch_heads, branch_units
+from dilated_attention_pytorch.plan.runs import COLUMN, bytes_a_row, even_parts
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
+from support.plans import batch_sizes, count_batched_pairs, count_pairs, jobs_of
 
 
-def make_plan(config: Configuration, itemsize: int, direction: str) -> Plan:
-    spec = DilatedSpec(
+def spec_of(config: Configuration) -> DilatedSpec:
+    return DilatedSpec(
         config.segment_lengths,
         config.dilation_rates,
         config.is_causal,
@@ -22,8 +29,11 @@ def make_plan(config: Configuration, itemsize: int, direction: str) -> Plan:
         head_offsets=config.head_offsets,  # type: ignore[arg-type]
         tail=config.tail,  # type: ignore[arg-type]
     )
+
+
+def make_plan(config: Configuration, itemsize: int, direction: str) -> Plan:
     return plan_dilated(
-        spec,
+        spec_of(config),
         Shape(config.b, config.n, config.h, config.h_kv, config.d),
         itemsize=itemsize,
         direction=direction,  # type: ignore[arg-type]
@@ -32,11 +42,9 @@ def make_plan(config: Configuration, itemsize: int, direction: str) -> Plan:
     )
 
 
-@settings(max_examples=80)
-@given(configurations(max_n=90))
-def test_tiles_connect_exactly_the_defined_pairs(config: Configuration) -> None:
-    """Counting the pairs of all tiles through their own views gives the reference's multiplicities."""
-    expected = multiplicity(
+def defined_pairs(config: Configuration) -> torch.Tensor:
+    """(b, h, n, n), by the reference."""
+    counts = multiplicity(
         config.n,
         config.h,
         config.segment_lengths,
@@ -46,110 +54,142 @@ def test_tiles_connect_exactly_the_defined_pairs(config: Configuration) -> None:
         head_mixing=config.head_mixing,  # type: ignore[arg-type]
         head_offsets=config.head_offsets,  # type: ignore[arg-type]
     )
+    return counts.expand(config.b, -1, -1, -1)
+
+
+@settings(max_examples=80)
+@given(configurations(max_n=90))
+def test_jobs_connect_exactly_the_defined_pairs(config: Configuration) -> None:
+    """The tables, and the batches that kernels make of them, give the reference's multiplicities."""
+    expected = defined_pairs(config)
     for itemsize, direction in ((4, "forward"), (2, "backward")):
         plan = make_plan(config, itemsize, direction)
-        counts = torch.zeros(config.b, config.h, config.n, config.n, dtype=torch.int64)
-        rows = torch.arange(config.b * config.n * config.h).view(config.b, config.n, config.h)
-        keys = torch.arange(config.b * config.n * config.h_kv).view(config.b, config.n, config.h_kv)
-        for tile in plan.tiles:
-            q = tile.query_view(rows).reshape(tile.q_shape(1)[:3])
-            k = tile.key_view(keys).reshape(tile.k_shape(1)[:3]).repeat_interleave(tile.heads.group, 1)
-            query, key = q.unsqueeze(-1).expand(*q.shape, k.shape[-1]), k.unsqueeze(-2)
-            batch, head, i = query // config.h // config.n, query % config.h, query // config.h % config.n
-            assert (key // config.h_kv // config.n == batch).all()
-            assert (key % config.h_kv == head // (config.h // config.h_kv)).all()
-            j = (key // config.h_kv % config.n).expand_as(i)
-            seen = torch.ones_like(i).tril() if tile.is_causal else torch.ones_like(i)
-            counts.index_put_((batch, head, i, j), seen, accumulate=True)
-        assert torch.equal(counts, expected.expand_as(counts))
-        assert plan.num_pairs == int(counts.sum())
+        assert torch.equal(count_pairs(plan), expected)
+        assert torch.equal(count_batched_pairs(plan, itemsize), expected)
+        assert plan.num_pairs == int(expected.sum())
+
+
+@settings(max_examples=60)
+@given(configurations(max_n=60), st.data())
+def test_a_shard_meets_its_own_keys_and_those_before_and_behind(config: Configuration, data: Any) -> None:
+    """The same pairs, whatever interval of positions the queries and the keys are restricted to."""
+    lo = data.draw(st.integers(0, config.n - 1))
+    hi = data.draw(st.integers(lo + 1, config.n))
+    shape, whole = Shape(config.b, hi - lo, config.h, config.h_kv, config.d), (0, config.h_kv)
+    shard, how = Shard(config.n, lo, config.h, 0), {"itemsize": 4, "docs": config.docs}
+    plans = [plan_dilated(spec_of(config), shape, shard=shard, **how)]
+    for keys in ((0, lo), (hi, config.n)):
+        plans.append(plan_crossing(spec_of(config), shape, shard, keys, whole, **how))
+    expected = defined_pairs(config)[:, :, lo:hi]
+    total = torch.zeros_like(expected)
+    for plan in plans:
+        shifted = plan.jobs.clone()
+        shifted[:, COLUMN["start"]] += lo
+        runs = plan.runs.clone()
+        runs[:, 0] += lo
+        moved = Plan(shifted, runs, shape._replace(n=config.n), plan.regions)
+        total += count_pairs(moved)[:, :, lo:hi]
+    assert torch.equal(total, expected)
 
 
 @settings(max_examples=80)
 @given(configurations())
-def test_panels_partition_the_output(config: Configuration) -> None:
+def test_regions_partition_the_output_and_stages_open_it_once(config: Configuration) -> None:
     plan = make_plan(config, 2, "backward")
-    written = torch.zeros(config.b, config.n, config.h, dtype=torch.int64)
-    keys = torch.zeros(config.b, config.n, config.h_kv, dtype=torch.int64)
-    for panel in plan.panels:
-        panel.query_block(written).add_(1)
-        panel.key_block(keys).add_(1)
-        for tile in panel.tiles:  # a tile stays inside its panel
-            assert tile.query_view(panel.query_block(written).contiguous(), panel.origin).min() == 1
-            assert tile.key_view(panel.key_block(keys).contiguous(), panel.kv_origin).min() == 1
-    assert written.min() == written.max() == keys.min() == keys.max() == 1
+    rows = torch.zeros(config.b, config.n, config.h_kv, dtype=torch.int64)
+    for region in plan.regions:
+        b, t, kv = (slice(first, first + num) for first, num in region)
+        rows[b, t, kv] += 1
+    assert (rows == 1).all()
+    seen = torch.zeros(config.b, config.n, config.h, dtype=torch.bool)
+    key_seen = torch.zeros(config.b, config.n, config.h_kv, dtype=torch.bool)
+    order = [(job.region, job.stage) for job in jobs_of(plan)]
+    assert order == sorted(order)
+    for job in jobs_of(plan):
+        queries = seen[
+            job.batch,
+            job.start : job.start + (job.count - 1) * job.step + 1 : job.step,
+            job.head : job.head + (job.heads - 1) * job.head_step + 1 : job.head_step,
+        ]
+        start, step, count, _ = plan.runs[job.first_run].tolist()
+        keys = key_seen[job.batch, start : start + (count - 1) * step + 1 : step, job.kv]
+        assert not (job.opens_queries and queries.any())
+        assert not (job.opens_keys and keys.any())
+        assert job.opens_queries or not plan.covers_queries or queries.all()
+        assert job.opens_keys or not plan.covers_keys or keys.all()
+        queries[:] = keys[:] = True
+    assert seen.all() or not plan.covers_queries
+    assert key_seen.all() or not plan.covers_keys
 
 
-def test_batch_times_segments_is_cut_at_the_grid_limit() -> None:
-    spec = DilatedSpec((1, 16), (1, 2))
-    plan = plan_dilated(spec, Shape(3, 100_000, 1, 1, 1), itemsize=4, workspace_bytes=2**40)
-    shapes = [tile.q_shape(1) for tile in plan.tiles]
-    assert max(batch for batch, *_ in shapes) <= MAX_GRID
-    assert sum(batch * rows for batch, _, rows, _ in shapes if rows == 1) == 3 * 100_000
-    together = plan_dilated(
-        DilatedSpec((1,), (1,)), Shape(3, 30_000, 1, 1, 1), itemsize=4, workspace_bytes=2**40
-    )
-    assert [tile.q_shape(1)[0] for tile in together.tiles] == [60_000, 30_000]
-    wide = plan_dilated(
-        DilatedSpec((4,), (1,)), Shape(1, 4, 70_000, 70_000, 1), itemsize=4, workspace_bytes=2**40
-    )
-    assert max(tile.q_shape(1)[1] for tile in wide.tiles) <= MAX_GRID
+def test_batches_are_cut_at_the_grid_limit() -> None:
+    how: dict[str, int] = {"itemsize": 4, "workspace_bytes": 2**40}
+    plan = plan_dilated(DilatedSpec((1, 16), (1, 2)), Shape(3, 100_000, 1, 1, 1), **how)
+    sizes = batch_sizes(plan, 4)
+    assert max(jobs for jobs, *_ in sizes) <= MAX_JOBS
+    assert sum(jobs * rows for jobs, _, rows, _ in sizes if rows == 1) == 3 * 100_000
+    wide = plan_dilated(DilatedSpec((4,), (1,)), Shape(1, 4, 70_000, 70_000, 1), **how)
+    assert max(jobs for jobs, *_ in batch_sizes(wide, 4)) <= MAX_JOBS
+    shared = plan_dilated(DilatedSpec((4,), (1,)), Shape(1, 4, 70_000, 1, 1), **how)
+    assert max(heads for _, heads, *_ in batch_sizes(shared, 4)) <= MAX_JOBS
 
 
 def test_long_segments_are_cut_into_rows() -> None:
     n = 2**20
     plan = plan_dilated(DilatedSpec((n,), (4,), is_causal=True), Shape(1, n, 4, 4, 64), itemsize=4)
-    assert max(tile.q_count for tile in plan.tiles) <= MAX_ROWS
+    assert int(plan.column("count").max()) <= MAX_ROWS
     assert plan.num_pairs == 4 * (n // 4) * (n // 4 + 1) // 2
-    assert all(tile.is_causal == (tile.q_first == tile.k_first) for tile in plan.tiles)
+    first_key = plan.runs[plan.column("first_run"), 0]
+    assert torch.equal(plan.column("causal") > 0, first_key == plan.column("start"))
 
 
-def test_tiles_fit_the_workspace() -> None:
-    shape = Shape(2, 16384, 12, 12, 64)
-    for direction in ("forward", "backward"):
-        plan = plan_dilated(
-            DilatedSpec((2048, 4096, 8192), (1, 2, 4)),
-            shape,
-            itemsize=4,
-            direction=direction,  # type: ignore[arg-type]
-            workspace_bytes=8 * 2**20,
-        )
-        for tile in plan.tiles:
-            batch, heads, rows, d = tile.q_shape(shape.d)
-            assert 8 * 4 * batch * heads * rows * d <= 8 * 2**20  # q, k, v, out and their gradients
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_batches_fit_the_workspace(direction: Any) -> None:
+    shape, spec = Shape(2, 16384, 12, 12, 64), DilatedSpec((2048, 4096, 8192), (1, 2, 4))
+    plan = plan_dilated(spec, shape, itemsize=4, direction=direction, workspace_bytes=8 * 2**20)
+    for jobs, heads, rows, keys in batch_sizes(plan, 4):
+        assert bytes_a_row(64, 4) * jobs * (heads * rows + keys) <= 8 * 2**20
 
 
-def test_half_precision_panels_fit_their_half_of_the_workspace() -> None:
+@pytest.mark.parametrize(("direction", "per_row"), [("forward", 2), ("backward", 2 + 2)])
+def test_half_precision_regions_fit_their_half_of_the_workspace(direction: Any, per_row: int) -> None:
     shape, workspace = Shape(2, 65536, 8, 4, 64), 32 * 2**20
     spec = DilatedSpec((2048, 4096), (1, 2))
-    for direction, per_row in (
-        ("forward", lambda p: p.heads),
-        ("backward", lambda p: p.heads + 2 * p.kv_heads),
-    ):
-        plan = plan_dilated(
-            spec,
-            shape,
-            itemsize=2,
-            direction=direction,  # type: ignore[arg-type]
-            workspace_bytes=workspace,
-        )
-        assert len(plan.panels) > 1
-        for panel in plan.panels:
-            assert 4 * panel.batch * panel.time * shape.d * per_row(panel) <= workspace // 2
+    plan = plan_dilated(spec, shape, itemsize=2, direction=direction, workspace_bytes=workspace)
+    assert len(plan.regions) > 1
+    assert max(4 * rows_of(x) * shape.d * per_row for x in plan.regions) <= workspace // 2
 
 
-def test_detached_mixing_is_cut_into_panels_too() -> None:
+def rows_of(region: Region) -> int:
+    """Positions and key heads of a region."""
+    return region.batch[1] * region.time[1] * region.kv[1]
+
+
+def test_detached_mixing_is_cut_into_regions_too() -> None:
     """Its backward holds the outputs of one branch, which must not grow with the sequence."""
     spec, workspace = DilatedSpec((2048, 4096), (1, 2), detach_mixing=True), 32 * 2**20
     shape = Shape(1, 131072, 8, 8, 64)
-    assert len(plan_dilated(spec, shape, itemsize=4, workspace_bytes=workspace).panels) == 1
+    assert len(plan_dilated(spec, shape, itemsize=4, workspace_bytes=workspace).regions) == 1
     plan = plan_dilated(spec, shape, itemsize=4, direction="backward", workspace_bytes=workspace)
-    assert max(4 * p.batch * p.time * p.heads * shape.d for p in plan.panels) <= workspace // 2
+    assert max(4 * rows_of(region) * shape.d for region in plan.regions) <= workspace // 2
 
 
-def test_one_branch_of_regular_heads_is_one_tile() -> None:
-    plan = plan_dilated(DilatedSpec((512,), (4,)), Shape(2, 2048, 8, 8, 8), itemsize=4)
-    assert [tile.q_shape(8) for tile in plan.tiles] == [(8, 8, 128, 8)]
+@pytest.mark.parametrize(
+    ("h", "h_kv", "rate", "offsets"),
+    [
+        (8, 8, 4, "interleaved"),
+        (12, 12, 4, "blocked"),
+        (8, 8, 16, "interleaved"),
+        (12, 3, 2, "interleaved"),
+        (8, 4, 4, "interleaved"),
+    ],
+)
+def test_one_branch_of_regular_heads_is_one_batch(h: int, h_kv: int, rate: int, offsets: Any) -> None:
+    plan = plan_dilated(
+        DilatedSpec((512,), (rate,), head_offsets=offsets), Shape(2, 2048, h, h_kv, 8), itemsize=4
+    )
+    [(jobs, heads, rows, keys)] = batch_sizes(plan, 4)
+    assert (jobs * heads, rows, keys) == (8 * h, 512 // rate, 512 // rate)
 
 
 def test_plans_are_cached_hashable_and_print_themselves() -> None:
@@ -157,22 +197,33 @@ def test_plans_are_cached_hashable_and_print_themselves() -> None:
     cache = PatternCache()
     plan = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
     assert plan is plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
-    assert plan == plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
-    assert hash(plan) == hash(plan)
+    again = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
+    assert plan == again
+    assert hash(plan) == hash(again)
+    assert plan != plan_dilated(spec, Shape(1, 101, 4, 2, 8), itemsize=4)
     text = str(plan)
-    assert "rate 2" in text
-    assert "queries 0+16 x keys 0+16" in text
-    assert len(text.splitlines()) == 3 + len(plan.tiles)
+    assert "queries 0..30:2 x keys 0..30:2" in text
+    assert "queries 0..15 x keys 0..15" in text
+    assert len(text.splitlines()) == 2 + 20
+    assert f"... and {len(plan) - 20} more" in text
+    moved = plan.to("cpu")
+    assert moved == plan
+
+
+def test_a_long_plan_is_small_and_quick_to_build() -> None:
+    spec = DilatedSpec((2048, 8192, 32768), (1, 4, 16), is_causal=True)
+    plan = plan_dilated(spec, Shape(1, 2**20, 12, 12, 64), itemsize=4)
+    assert plan.nbytes < 16 * 2**20
 
 
 def test_an_absurd_workspace_does_not_cut_single_rows() -> None:
     plan = plan_dilated(DilatedSpec((640,), (1,)), Shape(1, 640, 1, 1, 8), itemsize=4, workspace_bytes=1)
-    assert len(plan.tiles) == 40 * 40
+    assert len(plan) == 40 * 40
 
 
 def test_query_heads_are_split_before_rows_get_short() -> None:
     plan = plan_dilated(DilatedSpec((16384,), (1,)), Shape(1, 16384, 128, 1, 128), itemsize=4)
-    assert min(tile.q_count for tile in plan.tiles) >= 512
+    assert int(plan.column("count").min()) >= 512
     assert plan.num_pairs == 128 * 16384**2
 
 
@@ -191,4 +242,56 @@ def test_passes_share_a_plan_unless_their_scratch_differs() -> None:
 def test_equal_documents_run_together() -> None:
     docs = tuple(range(0, 1001, 10))
     plan = plan_dilated(DilatedSpec((64,), (1,)), Shape(1, 1000, 1, 1, 8), itemsize=4, docs=docs)
-    assert [tile.segments for tile in plan.tiles] == [100]
+    assert batch_sizes(plan, 4) == [(100, 1, 10, 10)]
+
+
+def test_steps_bound_the_sums_of_a_forward_pass() -> None:
+    """Where segments are as long as the sequence, a region is otherwise all of it."""
+    how: dict[str, int] = {"itemsize": 2, "workspace_bytes": 2**12, "steps": 4}
+    spec, shape = DilatedSpec([64], [1]), Shape(1, 64, 2, 2, 8)
+    forward, backward = (plan_dilated(spec, shape, direction=d, **how) for d in ("forward", "backward"))  # type: ignore[arg-type]
+    assert {region.time[1] for region in forward.regions} == {16}
+    assert {region.time[1] for region in backward.regions} == {64}
+    assert torch.equal(count_pairs(forward), count_pairs(backward))
+
+
+def test_grouped_heads_take_the_remainder_first() -> None:
+    spec = DilatedSpec((8, 8, 8), (1, 2, 4), head_mixing="grouped")
+    assert [branch_heads(spec, i, 8, 8) for i in range(3)] == [
+        [Head(0, 0, 0), Head(1, 0, 1), Head(2, 0, 2)],
+        [Head(3, 1, 3), Head(4, 1, 4), Head(5, 1, 5)],
+        [Head(6, 2, 6), Head(7, 2, 7)],
+    ]
+    assert branch_heads(spec, 2, 2, 2) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"head_offsets": "blocked"}, {"head_mixing": "grouped"}])
+def test_heads_of_a_shard_are_counted_without_the_others(options: dict[str, Any]) -> None:
+    spec = DilatedSpec((8, 16, 32), (1, 2, 3), **options)
+    for branch in range(3):
+        whole = [x for x in branch_heads(spec, branch, 30, 10) if 9 <= x.head < 15]
+        units = branch_units(spec, branch, Shape(1, 8, 6, 2, 4), Shard(8, 0, 30, 9))
+        found = [
+            Head(9 + head + i * units.head_step, offset, 3 + kv)
+            for head, num, kv, offset in zip(*(x.tolist() for x in units[:4]), strict=True)
+            for i in range(num)
+        ]
+        assert sorted(found) == whole
+        total = 2**31 - 1  # nothing here may take time or memory of that size
+        far = branch_units(spec, branch, Shape(1, 8, 4, 4, 4), Shard(8, 0, total, total - 4))
+        assert int(far.heads.sum()) in (0, 4)
+
+
+@given(st.integers(1, 1000), st.integers(1, 100))
+def test_even_parts_cover_evenly(total: int, at_most: int) -> None:
+    parts = list(even_parts(total, at_most))
+    assert [i for start, count in parts for i in range(start, start + count)] == list(range(total))
+    assert len(parts) == -(-total // at_most)
+    assert max(count for _, count in parts) <= at_most
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 20), st.integers(0, 90), st.integers(0, 90))
+def test_a_run_within_an_interval_is_a_run(start: int, step: int, count: int, first: int, end: int) -> None:
+    run = Run(start, step, count).within(first, end)
+    kept = [x for x in range(start, start + count * step, step) if first <= x < end]
+    assert list(range(run.start, run.start + run.count * step, step)) == kept

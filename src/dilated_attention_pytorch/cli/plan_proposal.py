@@ -13,8 +13,7 @@ import torch
 from ..core.host_memory import device_memory
 from ..factory import LITTLE_MEMORY, choose_dilated_attention
 from ..forecast import Call, Memory, predict_memory, relative_time
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..plan.shape import Pass
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Shape
 from ..ring import RingSchedule, plan_ring
 from ..spec import DilatedSpec, branches_for
 from .text import show_bytes

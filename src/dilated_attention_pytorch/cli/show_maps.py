@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..block_sparse import build_block_pattern
-from ..plan.heads import branch_heads
+from ..plan.dilated import branch_heads
 from ..plan.pictures import FUTURE, INK, WHITE, Colour, Map, Meaning, scale_of, shade, svg_of, write_picture
 from ..reference import multiplicity
 from ..spec import DilatedSpec, SparsePatternConfig

@@ -11,16 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import engine
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.sources import FRESH
 from ..core.workspace import Workspace
-from ..engine import Inputs, shape_of
-from ..kernels import How, Request, choose_kernel
-from ..merge import merge_
+from ..kernels import How, Inputs, Request, choose_kernel
+from ..kernels.merge import merge_
+from ..kernels.rows import Rows
 from ..ops import check_execution
-from ..plan import DEFAULT_WORKSPACE_BYTES, Panel, Part, Shape, Tile, plan_crossing, plan_dilated
-from ..plan.heads import even_parts
+from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Region, Shape, Shard, plan_crossing, plan_dilated
+from ..plan.runs import even_parts
 from ..spec import DilatedSpec, Execution
 from .lanes import Lane, as_slice, plan_lanes
 
@@ -66,18 +65,18 @@ class Stream:
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         scale = self.spec.scale_for(q.shape[-1])
         kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
-        tile_dtype = dtype if kernel.widens else q.dtype
+        row_dtype = dtype if kernel.op.widens else q.dtype
         for lane in self.lanes:
             if not lane.selects(position):
                 continue
-            query = lane.of_queries(q).transpose(1, 2).to(tile_dtype).contiguous()
+            query = lane.of_queries(q).transpose(1, 2).to(row_dtype).contiguous()
             rows, lse_rows = lane.of_queries(out), lane.of_queries(lse)
             count = lane.rows_before(position % lane.window + 1)
             # A widened copy is attended while it is in the processor's cache.
-            most = count if tile_dtype == q.dtype else max(1, _WIDE_ROWS // (len(lane.kv_heads) * q.shape[0]))
+            most = count if row_dtype == q.dtype else max(1, _WIDE_ROWS // (len(lane.kv_heads) * q.shape[0]))
             for first, num in even_parts(count, most):
-                keys, values = (x.to(tile_dtype) for x in past.rows(lane, first, num))
-                part, part_lse = kernel.forward(query, keys, values, How(False, scale))
+                keys, values = (x.to(row_dtype) for x in past.rows(lane, first, num))
+                part, part_lse = kernel.op.forward(query, keys, values, How(False, scale))
                 merge_(rows, lse_rows, part.transpose(1, 2), part_lse.transpose(1, 2))
             if as_slice(lane.heads) is None:  # copies, not views
                 out[:, :, list(lane.heads)], lse[:, :, list(lane.heads)] = rows, lse_rows
@@ -89,18 +88,18 @@ class Stream:
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
         kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
-        inputs = Inputs(q, k, v, None, scale, 0.0, 0, kernel, Workspace())
-        shape, part = shape_of(inputs), Part(start + q.shape[1], start, self.num_heads, 0)
+        inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace(), self.workspace_bytes)
+        shape, shard = inputs.shape, Shard(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(
             self.spec,
             shape,
             itemsize=q.element_size(),
             workspace_bytes=self.workspace_bytes,
             cache=get_global_pattern_cache() if self.execution.use_pattern_cache else None,
-            part=part,
-            lane=self._heads_at_once(shape, q.element_size()),
+            shard=shard,
+            kv_heads=self._heads_at_once(shape, q.element_size()),
         )
-        out, _ = engine.forward(plan, inputs, _Earlier(self, inputs, part, past) if start else None)
+        out, _ = kernel.forward(plan, inputs, _Earlier(self, inputs, shard, past) if start else None)
         return out
 
     def _heads_at_once(self, shape: Shape, itemsize: int) -> int:
@@ -113,50 +112,51 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """The keys before the new tokens, for the engine: one piece a panel."""
+    """The keys before the new tokens: one chunk a region."""
 
     stream: Stream
     inputs: Inputs
-    part: Part
+    shard: Shard
     past: Past
 
-    def pieces(self, panel: Panel) -> Iterator[engine.Piece]:
-        tiles = plan_crossing(
+    def chunks(self, region: Region) -> Iterator[_EarlierChunk]:
+        plan = plan_crossing(
             self.stream.spec,
-            shape_of(self.inputs),
-            self.part,
-            (0, self.part.start),
-            (panel.kv_first, panel.kv_heads),
+            self.inputs.shape,
+            self.shard,
+            (0, self.shard.start),
+            region.kv,
             itemsize=self.inputs.q.element_size(),
             workspace_bytes=self.stream.workspace_bytes,
         )
-        yield _EarlierPiece(tiles, self.stream.lanes, self.past)
+        yield _EarlierChunk(plan, self)
 
 
 @dataclass(frozen=True)
-class _EarlierPiece:
-    tiles: tuple[Tile, ...]
-    lanes: tuple[Lane, ...]
-    past: Past
+class _EarlierChunk:
+    plan: Plan
+    earlier: _Earlier
 
-    def gather(self, tile: Tile, inputs: Inputs) -> tuple[Tensor, Tensor, None]:
-        """Rows of lanes are numbered as those of tiles, so each head of the tile is one slice of a lane."""
-        shape = tile.k_shape(inputs.q.shape[-1])
-        k, v = (
-            inputs.workspace.take(slot, shape, inputs.tile_dtype, inputs.q.device)
-            for slot in ("key", "value")
-        )
-        batches = slice(tile.batch, tile.batch + tile.num_batch)
-        for unit, head in enumerate(list(tile.heads)[:: tile.heads.group]):
-            lane = self._lane(tile.branch, head.row, head.kv)
-            rows = self.past.rows(lane, tile.k_first, tile.k_count)
-            for packed, lane_rows in zip((k, v), rows, strict=True):
-                packed[:, unit].copy_(lane_rows[batches, lane.kv_heads.index(head.kv)])
+    def gather(self, rows: Rows, branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, None]:
+        """Keys of a job are a slice of a lane: the rows of both lie as far apart."""
+        inputs, count = self.earlier.inputs, rows.shape[2]
+        shape = (*rows.shape, inputs.q.shape[-1])
+        take = inputs.workspace.take
+        k, v = (take(slot, shape, dtype, inputs.q.device) for slot in ("key", "value"))
+        lists: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for job, (batch, time, kv) in enumerate(rows.places.tolist()):
+            lists.setdefault((time, kv), []).append((job, batch))
+        for (time, kv), jobs in lists.items():
+            lane, first = self._lane(branch, time + self.earlier.shard.start, kv)
+            which, batches = (list(each) for each in zip(*jobs, strict=True))
+            head = lane.kv_heads.index(kv)
+            for packed, lane_rows in zip((k, v), self.earlier.past.rows(lane, first, count), strict=True):
+                packed[which, 0] = lane_rows[batches, head].to(dtype)
         return k, v, None
 
-    def _lane(self, branch: int, offset: int, kv: int) -> Lane:
-        return next(
-            lane
-            for lane in self.lanes
-            if (lane.branch, lane.offset) == (branch, offset) and kv in lane.kv_heads
-        )
+    def _lane(self, branch: int, position: int, kv: int) -> tuple[Lane, int]:
+        """The lane in which a position lies, and its row."""
+        for lane in self.earlier.stream.lanes:
+            if lane.branch == branch and lane.selects(position) and kv in lane.kv_heads:
+                return lane, position % lane.window // lane.rate
+        raise AssertionError("each job has a lane")

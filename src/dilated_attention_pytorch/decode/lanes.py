@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..plan.heads import branch_heads
-from ..plan.segments import rows_within
+from ..plan import Run
+from ..plan.dilated import branch_heads
 from ..spec import DilatedSpec
 
 
@@ -34,7 +34,7 @@ class Lane:
 
     def rows_before(self, position: int) -> int:
         """How many rows the segment has before a position, counted from the segment's start."""
-        return rows_within((0, position), self.offset, self.rate)[1]
+        return Run(self.offset, self.rate, position).within(0, position).count
 
     def selects(self, position: int) -> bool:
         """Whether the query at an absolute position reads this lane."""

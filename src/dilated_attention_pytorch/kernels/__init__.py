@@ -1,17 +1,32 @@
-"""HOW a tile attends: kernels that keep one contract, and the choice between them."""
+"""HOW a plan is attended: kernels that keep one contract, and the choice between them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import torch
 
 from ..checks import one_of
 from ..spec import KernelName
-from .contract import Dropout, How, Kernel, Request
-from .cpu_flash import CPU_FLASH
-from .cuda import CUDA
-from .eager import EAGER
+from . import cpu_flash, cuda, stock
+from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
+from .eager import EAGER_OP
+
+
+def _never(_request: Request) -> None:
+    return None
+
+
+def _over(name: str, op: Op, why_not: Callable[[Request], str | None]) -> Kernel:
+    """A kernel that packs the rows of a plan for an op."""
+    return Kernel(name, why_not, partial(stock.forward, op), partial(stock.backward, op), op)
+
+
+CPU_FLASH = _over("stock", cpu_flash.CPU_FLASH, cpu_flash.why_not)
+CUDA = _over("stock", cuda.CUDA, cuda.why_not)
+EAGER = _over("eager", EAGER_OP, _never)
 
 
 def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
@@ -33,9 +48,14 @@ def choose_kernel(request: Request, name: str = "auto") -> Kernel:
 
 
 __all__ = [
+    "Chunk",
     "Dropout",
     "How",
+    "Inputs",
     "Kernel",
+    "Merged",
+    "Op",
+    "RemoteKV",
     "Request",
     "choose_kernel",
     "kernels_for",

@@ -1,12 +1,17 @@
-"""The contract every kernel keeps: one packed tile in, (out, lse) out; and back."""
+"""The contract every kernel keeps: a whole plan and the tensors of a call in, (out, lse) out; and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from ..core.workspace import Workspace
+from ..plan.runs import Plan, Region, Shape
+from .rows import Rows
 
 
 class Request(NamedTuple):
@@ -20,14 +25,19 @@ class Request(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Drops attention probabilities; the same seed draws the same mask again in backward."""
+    """Drops attention probabilities by what a seed makes of the numbers of a query row and a key.
+
+    So a query and a key draw the same in both passes, however the work is cut.
+    """
 
     p: float
     seed: int
+    rows: Tensor  # (batch, heads, queries) int64
+    keys: Tensor  # (batch, key heads, keys) int64
 
 
 class How(NamedTuple):
-    """How a tile attends. `mask` (batch, key heads, keys) is True where a key may be attended."""
+    """How packed rows attend. `mask` (batch, key heads, keys) is True where a key may be attended."""
 
     is_causal: bool
     scale: float
@@ -41,20 +51,82 @@ Backward = Callable[
 ]
 
 
-class Kernel(NamedTuple):
-    """A way to attend one tile of packed, contiguous tensors.
+class Op(NamedTuple):
+    """Attention of packed, contiguous rows, the inner part of a kernel.
 
     `forward(q, k, v, how)`: q (B, H, N, d), k and v (B, H_kv, M, d), H a multiple of H_kv, N == M when
     causal; returns out like q and lse (B, H, N), natural log, in float32 (float64 for float64). A row
     without a visible key gives out 0 and lse -inf.
 
     `backward(grad_out, grad_lse, q, k, v, out, lse, how)`: out and lse are those of the *merged* softmax,
-    with +inf in place of -inf for empty rows; the result is the tile's share (dq, dk, dv) of the joint
-    gradient.
+    with +inf in place of -inf for empty rows; the result is the share (dq, dk, dv) of the joint gradient.
     """
+
+    forward: Forward
+    backward: Backward
+    widens: bool = False  # half precision reaches it as float32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call: q (b, n, h, d), k and v (b, n, h_kv, d), key_mask (b, n), and its settings."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    scale: float
+    dropout_p: float
+    seed: int
+    workspace: Workspace
+    workspace_bytes: int
+    hides_zeros: bool = False  # keys and values that key_mask hides are zeros already
+
+    @property
+    def shape(self) -> Shape:
+        b, n, h, d = self.q.shape
+        return Shape(b, n, h, self.k.shape[2], d)
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What the forward left, and the gradients of it."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+
+class RemoteKV(Protocol):
+    """Keys and values that are not among the inputs, chunk by chunk, for the queries of a region."""
+
+    def chunks(self, region: Region) -> Iterator[Chunk]: ...
+    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[Chunk]:
+        """After a chunk was attended its gradients leave; what others computed is added to dk and dv."""
+
+
+class Chunk(Protocol):
+    """Keys and values of some positions, and the jobs in which the queries meet them."""
+
+    @property
+    def plan(self) -> Plan: ...
+    def gather(self, rows: Rows, branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k and v (jobs, 1, rows, d) of jobs of a branch and their mask, packed."""
+
+    def add(self, rows: Rows, branch: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the gradients of the rows, in a backward pass."""
+
+
+class Kernel(NamedTuple):
+    """A way to run a plan, forward and backward; `why_not` says why it cannot run a request."""
 
     name: str
     why_not: Callable[[Request], str | None]
-    forward: Forward
-    backward: Backward
-    widens: bool = False  # half precision reaches it as float32 tiles
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (plan, inputs, remote=None)
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
+    op: Op  # what it attends packed rows with

@@ -1,6 +1,6 @@
 """PyTorch's CPU flash attention, with a guard for each input it gets wrong.
 
-Packed tiles already keep it from an empty q or k (which kills the process) and from a last stride other
+Packed rows already keep it from an empty q or k (which kills the process) and from a last stride other
 than 1 (which gives wrong numbers). Here: boolean masks become additive; rows without a visible key get
 out 0 and lse -inf; and the rows that a NaN or an infinity concerns, of the inputs or of scores that
 overflow, which the op may swallow or let leak past the causal mask, are computed by the eager kernel, while
@@ -15,14 +15,14 @@ import math
 import torch
 from torch import Tensor
 
-from .contract import How, Kernel, Request
-from .eager import EAGER
+from .contract import How, Op, Request
+from .eager import EAGER_OP
 from .lse_gradient import with_lse_gradient
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _why_not(request: Request) -> str | None:
+def why_not(request: Request) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on cpu and cuda, and the tensors are on {request.device}"
     if request.dtype not in _DTYPES:
@@ -34,7 +34,7 @@ def _why_not(request: Request) -> str | None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     if how.is_causal and how.scale <= 0:  # the op multiplies its causal mask, -inf, by the scale
-        return EAGER.forward(q, k, v, how)
+        return EAGER_OP.forward(q, k, v, how)
     # Without a causal mask every row sees every value, and a non-finite one spreads as it should.
     if _all_finite(k) and (not how.is_causal or _all_finite(v)):
         redo, clean_k, clean_v = None, k, v
@@ -54,7 +54,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         odd = (lse == 0) & ~out.any(-1) | (lse == math.inf) | lse.isnan()
         redo = odd if redo is None else redo | odd
     if redo is not None and bool(redo.any()):
-        exact, exact_lse = EAGER.forward(q, k, v, how)
+        exact, exact_lse = EAGER_OP.forward(q, k, v, how)
         # In place: what follows rounds by the layout, vectors and the rest.
         out.copy_(torch.where(redo.unsqueeze(-1), exact, out))
         lse.copy_(torch.where(redo, exact_lse, lse))
@@ -84,7 +84,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The op would carry the NaN of a row to keys that the row does not see, and to the row that sees none.
     is_odd = bool(lse.isnan().any()) or (how.mask is not None and not _all_finite(q))
-    return (EAGER.backward if is_odd else _FUSED_BACKWARD)(grad_out, grad_lse, q, k, v, out, lse, how)
+    return (EAGER_OP.backward if is_odd else _FUSED_BACKWARD)(grad_out, grad_lse, q, k, v, out, lse, how)
 
 
 def _all_finite(x: Tensor) -> bool:
@@ -112,4 +112,4 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 _FUSED_BACKWARD = with_lse_gradient(_op_backward)
-CPU_FLASH = Kernel("stock", _why_not, _forward, _backward, widens=True)
+CPU_FLASH = Op(_forward, _backward, widens=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .contract import How, Kernel, Request
+from .contract import How, Op, Request
 from .lse_gradient import with_lse_gradient
 
 _FLASH_CAPABILITY = (8, 0)  # the flash op, and bfloat16 in either op, need Ampere
@@ -19,7 +19,7 @@ _FLASH_MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8  # what the ops take when called without SDPA's own padding
 
 
-def _why_not(request: Request) -> str | None:
+def why_not(request: Request) -> str | None:
     if request.device.type != "cuda":
         return f"it runs on cuda, and the tensors are on {request.device}"
     if request.masked:
@@ -106,4 +106,4 @@ def _reduce(x: Tensor, h_kv: int) -> Tensor:
     return x if x.shape[1] == h_kv else x.view(x.shape[0], h_kv, -1, *x.shape[2:]).sum(2)
 
 
-CUDA = Kernel("stock", _why_not, _forward, with_lse_gradient(_backward))
+CUDA = Op(_forward, with_lse_gradient(_backward))

@@ -1,4 +1,4 @@
-"""Attention in plain tensor operations: any device and dtype, masks, dropout, non-finite values."""
+"""Attention of packed rows in plain tensor operations: any device and dtype, masks, dropout, NaN."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .contract import How, Kernel, Request
+from .contract import Dropout, How, Op
 
 MAX_SCORES = 2**21  # elements of a score block; more blocks instead of more memory
-
-
-def _why_not(_request: Request) -> str | None:
-    return None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     grouped = _group(q, k)
     out, lse = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:3], dtype=_compute_dtype(q))
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    noise = _generator(how, q.device)
     for units, rows in _blocks(grouped, keys):
         hidden = _hidden(how, units, rows, k)
         scores = _scores(grouped[units, :, rows], keys[units], how.scale, hidden)
@@ -29,7 +24,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         block_lse.masked_fill_(block_lse == math.inf, math.nan)  # its probabilities are inf - inf
         # An empty row has lse -inf; a finite stand-in keeps exp(-inf - lse) at 0 there.
         probs = torch.exp(scores - block_lse.clamp_min(torch.finfo(scores.dtype).min).unsqueeze(-1))
-        probs = probs if noise is None or how.dropout is None else probs * _keep(probs, how.dropout.p, noise)
+        probs = probs if how.dropout is None else probs * _keep(how.dropout, probs, units, rows)
         out[units, :, rows] = _weighted_sum(probs, values[units], hidden).to(q.dtype)
         lse[units, :, rows] = block_lse
     return out.view(q.shape), lse.view(q.shape[:3])
@@ -50,7 +45,6 @@ def _backward(
     lse, grad_out, out = (x.reshape(grouped.shape[: x.dim()]) for x in (lse, grad_out, out))
     dq = torch.empty_like(grouped)
     dk, dv = torch.zeros_like(keys, dtype=compute), torch.zeros_like(values, dtype=compute)
-    noise = _generator(how, q.device)
     for units, rows in _blocks(grouped, keys):
         hidden = _hidden(how, units, rows, k)
         queries, key, value = (
@@ -64,8 +58,8 @@ def _backward(
             probs.masked_fill_(hidden, 0.0)
         d_probs = grad @ value.unsqueeze(1).transpose(-1, -2)
         used = probs
-        if noise is not None and how.dropout is not None:
-            keep = _keep(probs, how.dropout.p, noise)
+        if how.dropout is not None:
+            keep = _keep(how.dropout, probs, units, rows)
             used, d_probs = probs * keep, d_probs * keep
         delta = (grad * out[units, :, rows].to(compute)).sum(-1, keepdim=True)
         if grad_lse is not None:
@@ -132,14 +126,30 @@ def _weighted_sum(probs: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     return total
 
 
-def _generator(how: How, device: torch.device) -> torch.Generator | None:
-    return None if how.dropout is None else torch.Generator(device).manual_seed(how.dropout.seed)
+def _keep(dropout: Dropout, probs: Tensor, units: slice, rows: slice) -> Tensor:
+    """A 0-or-1/(1-p) factor of each probability (units, group, rows, keys)."""
+    row_ids = dropout.rows.reshape(-1, probs.shape[1], dropout.rows.shape[-1])[units, :, rows]
+    key_ids = dropout.keys.flatten(0, 1)[units]
+    bits = _mix(row_ids + dropout.seed).unsqueeze(-1) + _mix(~key_ids)[:, None, None]
+    bits = (bits ^ _shift(bits, 31)).mul_(_FACTORS[0])
+    kept = _shift(bits, 33) >= int(dropout.p * 2**31)
+    return kept.to(probs.dtype) * (1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0)
 
 
-def _keep(probs: Tensor, p: float, noise: torch.Generator) -> Tensor:
-    """A 0-or-1/(1-p) factor of each probability."""
-    kept = torch.rand(probs.shape, generator=noise, device=probs.device, dtype=probs.dtype) >= p
-    return kept.to(probs.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of SplitMix64, as signed integers
 
 
-EAGER = Kernel("eager", _why_not, _forward, _backward, widens=True)
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64: neighbouring numbers become numbers that differ in all bits."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x = (x ^ _shift(x, shift)) * factor
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """To the right, zeros following."""
+    kept: Tensor = (x >> by) & (2 ** (64 - by) - 1)
+    return kept
+
+
+EAGER_OP = Op(_forward, _backward, widens=True)

@@ -1,22 +1,23 @@
-"""WHICH rows meet: plans made of tiles, and block patterns; plain data that can print itself."""
+"""WHICH rows meet: plans of jobs and runs, and block patterns; plain data that can print itself."""
 
 from .block_pattern import BlockPattern
-from .block_sparse import BlockPlan, plan_blocks
+from .block_sparse import BYTES_A_THREAD, plan_blocks
 from .build_pattern import build_pattern, score_pattern
-from .dilated import DEFAULT_WORKSPACE_BYTES, Panel, Plan, plan_crossing, plan_dilated
-from .heads import Part
-from .shape import Shape
-from .tiles import Tile
+from .dilated import Shard, plan_crossing, plan_dilated
+from .runs import DEFAULT_WORKSPACE_BYTES, Job, Pass, Plan, Range, Region, Run, Shape
 
 __all__ = [
+    "BYTES_A_THREAD",
     "DEFAULT_WORKSPACE_BYTES",
     "BlockPattern",
-    "BlockPlan",
-    "Panel",
-    "Part",
+    "Job",
+    "Pass",
     "Plan",
+    "Range",
+    "Region",
+    "Run",
     "Shape",
-    "Tile",
+    "Shard",
     "build_pattern",
     "plan_blocks",
     "plan_crossing",

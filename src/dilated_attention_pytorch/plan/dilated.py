@@ -1,86 +1,244 @@
-"""WHICH rows meet: a spec and a shape become panels of tiles that fit a workspace."""
+"""WHICH rows meet in dilated attention: a spec and a shape become jobs, branch by branch."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..core.pattern_cache import PatternCache
 from ..spec import DilatedSpec
-from .heads import Part, even_parts
-from .segments import Range
-from .shape import Pass, Shape
-from .tile_builder import TileBuilder
-from .tiles import Origin, Tile
+from .runs import (
+    COLUMN,
+    DEFAULT_WORKSPACE_BYTES,
+    Pass,
+    Plan,
+    Range,
+    Region,
+    Shape,
+    bytes_a_row,
+    even_parts,
+    make_plan,
+    rows_within,
+)
 
-DEFAULT_WORKSPACE_BYTES = 32 * 2**20
-_TILE_BYTES, _PANEL_BYTES = 450, 300  # of the Python objects, as tracemalloc sees them
+MAX_ROWS = 32768  # the CUDA memory-efficient kernel is reported wrong beyond 65536 rows
+MIN_ROWS = 16  # shorter runs would be all overhead, whatever the workspace
+MAX_HEADS = 65535  # CUDA launches fail beyond
+GOOD_ROWS = 1024  # query heads that share keys are split over jobs before their runs get shorter than this
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A block of the output that is accumulated together: [origin, origin + sizes) and its tiles."""
+class Shard(NamedTuple):
+    """What of a whole call is here: positions from `start` of `n`, heads from `head` of `num_heads`."""
 
-    origin: Origin  # batch, time, query head
-    batch: int
-    time: int
-    heads: int
-    kv_first: int
-    kv_heads: int
-    tiles: tuple[Tile, ...]
+    n: int
+    start: int
+    num_heads: int
+    head: int
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Shard:
+        return cls(shape.n, 0, shape.h, 0)
+
+
+class Units(NamedTuple):
+    """The query heads of a branch that share keys, by key head and offset; each (units,)."""
+
+    head: Tensor
+    heads: Tensor
+    kv: Tensor
+    offset: Tensor
+    head_step: int
+    is_tail: Tensor  # of the last heads, which do not serve all offsets: they lie apart from the others
+
+
+class Head(NamedTuple):
+    """One query head of a branch: its index, its row offset and the key/value head it reads."""
+
+    head: int
+    row: int
+    kv: int
+
+
+def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: int) -> list[Head]:
+    """The query heads that serve a branch, with their row offsets."""
+    heads = zip(*(x.tolist() for x in _serving(spec, branch, num_heads, 0, num_heads)), strict=True)
+    return [Head(head, offset, head * num_kv_heads // num_heads) for head, offset in heads]
+
+
+def _serving(spec: DilatedSpec, branch: int, total: int, first: int, num: int) -> tuple[Tensor, Tensor]:
+    """Which of `num` heads from `first` on, of `total`, serve a branch, from which offset on."""
+    rate, head = spec.dilation_rates[branch], torch.arange(first, first + num)
+    if spec.head_mixing == "grouped":
+        size, extra = divmod(total, len(spec.dilation_rates))
+        low = branch * size + min(branch, extra)
+        head = head[(head >= low) & (head < low + size + (branch < extra))]
+        return head, torch.full_like(head, branch % rate)
+    if spec.head_offsets == "blocked":
+        return head, head // -(-total // rate)
+    return head, head % rate
+
+
+def branch_units(spec: DilatedSpec, branch: int, shape: Shape, shard: Shard) -> Units:
+    """The heads that serve a branch; heads and key heads are counted within the shard."""
+    rate, total = spec.dilation_rates[branch], shard.num_heads
+    head, offset = _serving(spec, branch, total, shard.head, shape.h)
+    step = period = 1
+    if spec.head_mixing == "all" and spec.head_offsets == "blocked":
+        period = -(-total // rate)
+    elif spec.head_mixing == "all":
+        step = period = rate
+    is_tail = head >= total // period * period
+    kv = (head - shard.head) // (shape.h // shape.h_kv)
+    keys, inverse, heads = torch.unique(kv * rate + offset, return_inverse=True, return_counts=True)
+    count = len(keys)
+    first_head = torch.full((count,), shape.h).scatter_reduce(0, inverse, head - shard.head, "amin")
+    tail = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, inverse, is_tail.long(), "amax") > 0
+    return Units(first_head, heads, keys // rate, keys % rate, step, tail)
+
+
+def branch_segments(window: int, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, length and clamped segment length of each segment of the documents between `bounds`."""
+    low, length = bounds[:-1], bounds.diff()
+    low, length = low[length > 0], length[length > 0]
+    clamped = length.clamp(max=window)
+    num = -(-length // clamped)
+    document = torch.repeat_interleave(torch.arange(len(low)), num)
+    number = torch.arange(len(document)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+    start = low[document] + number * clamped[document]
+    ends = low + length
+    return start, torch.minimum(clamped[document], ends[document] - start), clamped[document]
+
+
+class JobBuilder:
+    """Jobs of queries and keys in windows of positions, cut so that a job fits the budget."""
+
+    def __init__(
+        self,
+        spec: DilatedSpec,
+        shape: Shape,
+        shard: Shard,
+        docs: tuple[int, ...] | None,
+        itemsize: int,
+        budget: int,
+    ) -> None:
+        self.spec, self.shape, self.shard, self.budget = spec, shape, shard, budget
+        self.row_bytes = bytes_a_row(shape.d, itemsize)
+        self.bounds = torch.tensor((0, shard.n) if docs is None else docs)
+        self.units = [branch_units(spec, i, shape, shard) for i in range(len(spec.branches))]
+        # Rate 1 first: it writes every row, which spares initial values and a merge.
+        self.order = sorted(range(len(spec.branches)), key=lambda i: spec.dilation_rates[i] != 1)
+        self.opens_keys: dict[int, bool] = {}
+        served = torch.zeros(shape.h_kv, dtype=torch.bool)
+        for i in self.order:
+            self.opens_keys[i] = not bool(served[self.units[i].kv].any())
+            served[self.units[i].kv] = True
 
     @property
-    def kv_origin(self) -> Origin:
-        return self.origin[0], self.origin[1], self.kv_first
+    def covers(self) -> bool:
+        """Whether the jobs that open rows, rather than go on with them, reach every query and key row."""
+        if self.spec.head_mixing == "all":
+            return self.spec.dilation_rates[self.order[0]] == 1
+        serving = [i for i in self.order if len(self.units[i].head)]
+        return all(self.spec.dilation_rates[i] == 1 and self.opens_keys[i] for i in serving)
 
-    def query_block(self, x: Tensor) -> Tensor:
-        """The panel's part of a tensor (b, n, h, ...)."""
-        b, t, h = self.origin
-        return x[b : b + self.batch, t : t + self.time, h : h + self.heads]
+    def jobs(self, queries: Range, keys: Range, first_stage: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Tables (jobs, runs) of queries in a window with keys in the same window, or in a disjoint one."""
+        if self.spec.is_causal and keys[0] >= queries[1]:
+            return []
+        tables = []
+        for branch in self.order:
+            table = self._branch_jobs(branch, queries, keys, first_stage)
+            if len(table[0]):
+                first_stage = int(table[0][:, COLUMN["stage"]].max()) + 1
+                tables.append(table)
+        return tables
 
-    def key_block(self, x: Tensor) -> Tensor:
-        """The panel's part of a tensor (b, n, h_kv, ...)."""
-        b, t, h = self.kv_origin
-        return x[b : b + self.batch, t : t + self.time, h : h + self.kv_heads]
+    def _branch_jobs(
+        self, branch: int, queries: Range, keys: Range, first_stage: int
+    ) -> tuple[Tensor, Tensor]:
+        spec, units, rate = self.spec, self.units[branch], self.spec.dilation_rates[branch]
+        is_own = queries == keys
+        start, length, clamped = branch_segments(spec.segment_lengths[branch], self.bounds)
+        near = (start < min(queries[1], keys[1])) & (start + length > max(queries[0], keys[0]))
+        start, length, clamped = start[near], length[near], clamped[near]
+        first = start[:, None] + units.offset
+        end = (start + length)[:, None].expand_as(first)
+        (q_first, q_count), (k_first, k_count) = (rows_within(first, rate, end, x) for x in (queries, keys))
+        meets = (q_count > 0) & (k_count > 0)
+        # The heads that lie apart come after all others, so that those are evenly spaced.
+        _tail, segment, unit = torch.nonzero(
+            torch.stack([meets & ~units.is_tail, meets & units.is_tail]), as_tuple=True
+        )
+        phantom = torch.zeros_like(segment)
+        if spec.tail == "phantom" and not spec.is_causal and is_own:
+            everyone = rows_within(first, rate, end, (0, self.shard.n))[1]
+            phantom = (-(-clamped // rate)[:, None] - everyone)[segment, unit]
+        at = segment, unit
+        cut = self._cut(units.heads[unit], q_count[at], k_count[at], spec.is_causal and is_own)
+        job, part, i, j, q_size, k_size, parts = cut
+        segment, unit = segment[job], unit[job]
+        at = segment, unit
+        columns = dict.fromkeys(COLUMN, torch.zeros_like(job))
+        columns["stage"] = (
+            first_stage + (part * (i.max() + 1 if len(i) else 1) + i) * (j.max() + 1 if len(j) else 1) + j
+        )
+        columns["branch"] = torch.full_like(job, branch)
+        size = -(-units.heads[unit] // parts)
+        columns["head_step"] = torch.full_like(job, units.head_step)
+        columns["head"] = units.head[unit] + part * size * units.head_step
+        columns["heads"] = torch.minimum(size, units.heads[unit] - part * size)
+        columns["kv"] = units.kv[unit]
+        columns["start"] = first[at] + (q_first[at] + i * q_size) * rate - self.shard.start
+        columns["step"] = torch.full_like(job, rate)
+        columns["count"] = torch.minimum(q_size, q_count[at] - i * q_size)
+        columns["first_run"], columns["num_runs"] = torch.arange(len(job)), torch.ones_like(job)
+        is_diagonal = (i == j) & (spec.is_causal and is_own)
+        columns["causal"] = is_diagonal.long()
+        columns["phantom"] = phantom[job] * (j == 0)
+        opens = is_own and (spec.head_mixing == "grouped" or branch == self.order[0])
+        columns["opens_branch"] = ((j == 0) & is_own).long()
+        columns["opens_queries"] = ((j == 0) & opens).long()
+        opener = is_diagonal if spec.is_causal else i == 0
+        columns["opens_keys"] = (opener & (part == 0) & (is_own and self.opens_keys[branch])).long()
+        runs = torch.ones(len(job), 4, dtype=torch.int64)
+        runs[:, 0] = first[at] + (k_first[at] + j * k_size) * rate - self.shard.start
+        runs[:, 1] = rate
+        runs[:, 2] = torch.minimum(k_size, k_count[at] - j * k_size)
+        return torch.stack([columns[name] for name in COLUMN], 1), runs
+
+    def _cut(
+        self, heads: Tensor, queries: Tensor, keys: Tensor, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Which (meeting, part of its heads, piece of its queries, piece of its keys) become a job each."""
+        longest = torch.maximum(queries, keys)
+        heads_fit = (self.budget // (self.row_bytes * longest.clamp(max=GOOD_ROWS)) - 1).clamp(1, MAX_HEADS)
+        parts = -(-heads // heads_fit)
+        parts = -(-heads // -(-heads // parts))
+        fit = self.budget // (self.row_bytes * (-(-heads // parts) + 1))
+        fit = fit.clamp(MIN_ROWS, MAX_ROWS)
+        q_size, k_size = (-(-x // -(-x // fit)) for x in (queries, keys))
+        q_num, k_num = -(-queries // q_size), -(-keys // k_size)
+        num = parts * q_num * k_num
+        job = torch.repeat_interleave(torch.arange(len(num)), num)
+        number = torch.arange(len(job)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+        j = number % k_num[job]
+        i = number // k_num[job] % q_num[job]
+        part = number // (k_num * q_num)[job]
+        if is_causal:
+            seen = j <= i
+            job, part, i, j = job[seen], part[seen], i[seen], j[seen]
+        return job, part, i, j, q_size[job], k_size[job], parts[job]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything an engine pass needs besides the tensors. Plain data; `print(plan)` shows it."""
-
-    spec: DilatedSpec
-    shape: Shape
-    panels: tuple[Panel, ...]
-    covered: bool  # the first tiles write every position, so nothing needs initial values
-
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        return tuple(tile for panel in self.panels for tile in panel.tiles)
-
-    @property
-    def num_pairs(self) -> int:
-        """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
-        return sum(tile.num_pairs for tile in self.tiles)
-
-    @property
-    def nbytes(self) -> int:
-        """About the memory that the plan itself takes: ranges and strides, no tensors."""
-        return sum(_PANEL_BYTES + _TILE_BYTES * len(panel.tiles) for panel in self.panels)
-
-    def __str__(self) -> str:
-        lines = [f"{self.spec}", f"{self.shape}: {len(self.panels)} panel(s), {len(self.tiles)} tile(s)"]
-        for panel in self.panels:
-            b, t, h = panel.origin
-            lines.append(f"panel batch {b}+{panel.batch}  time {t}+{panel.time}  heads {h}+{panel.heads}")
-            lines += [f"  {tile}" for tile in panel.tiles]
-        return "\n".join(lines)
+def digest(docs: tuple[int, ...]) -> bytes:
+    """For cache keys: the boundaries of many documents would make a key larger than its plan."""
+    return blake2b(array("q", docs).tobytes()).digest()
 
 
 def plan_dilated(
@@ -93,67 +251,71 @@ def plan_dilated(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     cache: PatternCache | None = None,
     steps: int = 1,
-    part: Part | None = None,
-    lane: int | None = None,
+    shard: Shard | None = None,
+    kv_heads: int | None = None,
 ) -> Plan:
-    """The tiles of a call, cut so that packed copies (and accumulators) fit `workspace_bytes`.
+    """The jobs of a call, cut so that the rows that a kernel packs (and sums) fit `workspace_bytes`.
 
     `docs` are the boundaries `(0, ..., n)` of packed documents. Where results need scratch of their own size
     (float32 sums of half precision, the branch outputs of detach_mixing's backward), the output is cut into
-    panels, and that scratch takes half of the workspace. A panel is never smaller than one key/value head
-    over the shortest span that cuts no segment, a tile never smaller than MIN_ROWS rows of one head; only
-    there may the workspace be exceeded. With `steps`, the panels of a forward pass are that many equal parts
-    of the time, whatever segments they cut. With dropout, whose masks are drawn tile by tile, both passes
-    have the same tiles: those of a backward pass, cut by the steps.
+    regions, and that scratch takes half of the workspace. A region is never smaller than one key/value head
+    over the shortest span that cuts no segment, a job never smaller than MIN_ROWS rows of one head; only
+    there may the workspace be exceeded. With `steps`, the regions of a forward pass are that many equal parts
+    of the time, whatever segments they cut.
 
-    `part`: the positions and heads of `shape` are a part of a whole call; keys outside it are left out. With
-    `lane`, each panel is so many key/value heads over all the time at hand.
+    `shard`: the positions and heads of `shape` are a part of a whole call; keys outside it are left out. With
+    `kv_heads`, each region is so many key/value heads over all the time of the shard.
 
     Passes that need the same scratch share one entry of `cache`.
     """
-    part = Part.whole(shape) if part is None else part
-    drops = spec.dropout_p > 0
-    steps = min(steps, shape.n) if drops or direction == "forward" else 1
-    joins = direction == "backward" and steps > 1
-    scratch_rows = _scratch_rows(spec, shape, "backward" if drops else direction, accumulates=itemsize < 4)
-    build = partial(
-        _build_plan, spec, shape, itemsize, scratch_rows, docs, workspace_bytes, steps, joins, part, lane
-    )
+    shard = Shard.whole(shape) if shard is None else shard
+    steps = min(steps, shape.n) if direction == "forward" else 1
+    scratch = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
+    build = partial(_build, spec, shape, itemsize, scratch, docs, workspace_bytes, steps, shard, kv_heads)
     if cache is None:
         return build()
     packing = None if docs is None else digest(docs)
-    key = ("dilated", spec, shape, itemsize, scratch_rows, packing, workspace_bytes, steps, joins, part, lane)
+    key = ("dilated", spec, shape, itemsize, scratch, packing, workspace_bytes, steps, shard, kv_heads)
     plan: Plan = cache.get_or_build(key, build)
     return plan
-
-
-def digest(docs: tuple[int, ...]) -> bytes:
-    """For cache keys: the boundaries of many documents would make a key larger than its plan."""
-    return blake2b(array("q", docs).tobytes()).digest()
 
 
 def plan_crossing(
     spec: DilatedSpec,
     shape: Shape,
-    part: Part,
+    shard: Shard,
     keys: Range,
     kv: Range,
     *,
     itemsize: int,
     docs: tuple[int, ...] | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-    first_index: int = 0,
-) -> tuple[Tile, ...]:
-    """The tiles of the queries at hand with keys in a range [from, to) of positions that are not at hand.
+) -> Plan:
+    """The jobs of a shard's queries with keys in a window [from, to) of positions outside of it.
 
-    `kv` is (first, number) of the key/value heads, `first_index` the number of the first tile.
+    `kv` is (first, number) of the key/value heads. Key positions count from the start of the shard.
     """
-    builder = TileBuilder(spec, shape, part, docs, _row_bytes(shape, itemsize), workspace_bytes // 2)
-    builder.num_tiles = first_index
-    return tuple(builder.crossing_tiles((0, shape.b), kv, keys)) if shape.b else ()
+    builder = JobBuilder(spec, shape, shard, docs, itemsize, workspace_bytes // 2)
+    tables = []
+    for jobs, runs in builder.jobs((shard.start, shard.start + shape.n), keys):
+        head = jobs[:, COLUMN["kv"]]
+        tables.append((jobs[(head >= kv[0]) & (head < kv[0] + kv[1])], runs))
+    region = Region((0, shape.b), (0, shape.n), kv)
+    return make_plan(
+        [(_every_batch(jobs, shape.b), runs) for jobs, runs in tables],
+        shape,
+        (region,),
+        budget=builder.budget,
+    )
 
 
-def _build_plan(
+def _every_batch(jobs: Tensor, b: int) -> Tensor:
+    repeated = jobs.repeat(b, 1)
+    repeated[:, COLUMN["batch"]] = torch.repeat_interleave(torch.arange(b), len(jobs))
+    return repeated
+
+
+def _build(
     spec: DilatedSpec,
     shape: Shape,
     itemsize: int,
@@ -161,96 +323,71 @@ def _build_plan(
     docs: tuple[int, ...] | None,
     workspace_bytes: int,
     steps: int,
-    joins: bool,
-    part: Part,
-    lane: int | None,
+    shard: Shard,
+    kv_heads: int | None,
 ) -> Plan:
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
-    scratch_bytes = scratch_rows * shape.d * max(4, itemsize)
-    builder = TileBuilder(spec, shape, part, docs, _row_bytes(shape, itemsize), budget)
-    cuts = range(0, shape.n, -(-shape.n // steps)) if spec.dropout_p else range(0)
-    blocks = _panel_blocks(spec, shape, builder.spans, scratch_bytes, budget, 1 if cuts else steps, lane)
-    panels, group = [], shape.h // shape.h_kv
-    for batch, num_batch, kv, num_kv, lo, hi in blocks:
-        bounds = [lo, *(cut for cut in cuts if lo < cut < hi), hi]
-        parts = []
-        for a, b in pairwise(bounds):
-            time = (part.start + a, part.start + b)
-            parts.append((a, b, tuple(builder.panel_tiles((batch, num_batch), (kv, num_kv), time))))
-        for a, b, tiles in [(lo, hi, _joined(parts, builder.order))] if joins else parts:
-            origin = (batch, a, kv * group)
-            panels.append(Panel(origin, num_batch, b - a, num_kv * group, kv, num_kv, tiles))
-    return Plan(spec, shape, tuple(panels), builder.covers)
-
-
-def _joined(parts: list[tuple[int, int, tuple[Tile, ...]]], order: list[int]) -> tuple[Tile, ...]:
-    """The tiles of parts of a panel as one: of each branch those with keys of their own part first.
-
-    They write the gradients of the keys to which the tiles of other parts add.
-    """
-    keyed = [
-        ((order.index(tile.branch), not a <= tile.first_key < b), tile)
-        for a, b, each in parts
-        for tile in each
-    ]
-    return tuple(tile for _, tile in sorted(keyed, key=lambda pair: pair[0]))
-
-
-def _row_bytes(shape: Shape, itemsize: int) -> int:
-    """Of a query or key row: packed inputs and kernel results of a backward pass.
-
-    Forward, with half of them, keeps to the same tiles: they stay in cache, and dropout can draw its masks
-    again. Kernels may take half precision as float32.
-    """
-    return shape.d * 4 * max(4, itemsize)
+    builder = JobBuilder(spec, shape, shard, docs, itemsize, budget)
+    scratch_bytes = 0 if kv_heads else scratch_rows * shape.d * max(4, itemsize)
+    here = (shard.start, shard.start + shape.n)
+    cuts, tables = [0, shape.n], list[tuple[Tensor, Tensor]]()
+    if steps > 1:
+        cuts = [*range(0, shape.n, -(-shape.n // steps)), shape.n]
+        for low, high in itertools.pairwise(cuts):
+            window = (here[0] + low, here[0] + high)
+            for keys in (window, (here[0], window[0]), (window[1], here[1])):
+                if keys[0] < keys[1]:
+                    stage = int(tables[-1][0][:, COLUMN["stage"]].max()) + 1 if tables else 0
+                    tables += builder.jobs(window, keys, stage)
+    else:
+        tables = builder.jobs(here, here)
+        if scratch_bytes:
+            rows = max(1, budget // (scratch_bytes * shape.h_kv))
+            cuts = _time_cuts(spec, builder.bounds, here, rows)
+    longest = max(high - low for low, high in itertools.pairwise(cuts))
+    kv_fit, b_fit = kv_heads or shape.h_kv, max(1, shape.b)
+    if scratch_bytes:
+        kv_fit = max(1, min(shape.h_kv, budget // (scratch_bytes * longest)))
+        b_fit = max(1, budget // (scratch_bytes * longest * shape.h_kv))
+    times = [(low, high - low) for low, high in itertools.pairwise(cuts)]
+    batches, kvs = even_parts(shape.b, b_fit), even_parts(shape.h_kv, kv_fit)
+    regions = tuple(Region(b, t, kv) for b in batches for kv in kvs for t in times)
+    edges = torch.tensor(cuts[1:-1])
+    placed = []
+    for jobs, runs in tables:
+        jobs = _every_batch(jobs, shape.b)
+        if len(regions) > 1 and len(jobs):
+            time = torch.searchsorted(edges, jobs[:, COLUMN["start"]].contiguous(), right=True)
+            kv, batch = jobs[:, COLUMN["kv"]] // kvs[0][1], jobs[:, COLUMN["batch"]] // batches[0][1]
+            jobs[:, COLUMN["region"]] = (batch * len(kvs) + kv) * len(times) + time
+        placed.append((jobs, runs))
+    facts = {"covers_queries": builder.covers, "covers_keys": builder.covers, "budget": budget}
+    return make_plan(placed, shape, regions, detaches=spec.detach_mixing, **facts)
 
 
 def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates: bool) -> int:
-    """Rows of scratch, beside the tiles, for each position and key/value head of a panel."""
+    """Rows of scratch, beside the packed ones, for each position and key/value head of a region."""
     group = shape.h // shape.h_kv
     sums = 0 if not accumulates else group if direction == "forward" else group + 2
     own_outputs = group if spec.detach_mixing and direction == "backward" else 0
     return sums + own_outputs
 
 
-def _panel_blocks(
-    spec: DilatedSpec,
-    shape: Shape,
-    spans: list[Range],
-    per_kv_row: int,
-    budget: int,
-    steps: int,
-    lane: int | None,
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(batch, count, kv head, count, time from, time to) of each panel; one a step if it needs no scratch."""
-    blocks = [(lo, lo + count) for lo, count in even_parts(shape.n, -(-shape.n // steps))]
-    if lane is not None or not per_kv_row:
-        for kv, num_kv in even_parts(shape.h_kv, lane or shape.h_kv) if shape.b else ():
-            for lo, hi in blocks:
-                yield 0, shape.b, kv, num_kv, lo, hi
-        return
-    if steps == 1:
-        rows = max(1, budget // (per_kv_row * shape.h_kv))
-        blocks = list(_time_blocks(spec, spans, rows))
-    longest = max(hi - lo for lo, hi in blocks)
-    kv_fit = max(1, min(shape.h_kv, budget // (per_kv_row * longest)))
-    batch_fit = max(1, budget // (per_kv_row * longest * shape.h_kv))
-    for batch, num_batch in even_parts(shape.b, batch_fit) if shape.b else ():
-        for kv, num_kv in even_parts(shape.h_kv, kv_fit):
-            for lo, hi in blocks:
-                yield batch, num_batch, kv, num_kv, lo, hi
-
-
-def _time_blocks(spec: DilatedSpec, spans: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
-    """Spans of time that cut no segment of any branch, of about `rows` positions where that is possible."""
-    start = end = spans[0][0]
-    for lo, hi in spans:
-        period = math.lcm(*(min(w, hi - lo) for w in spec.segment_lengths))
-        length = min(hi - lo, period * max(1, rows // period))
-        for cut in range(lo, hi, length):
-            stop = min(cut + length, hi)
-            if end > start and stop - start > rows:
-                yield start, end
-                start = end
-            end = stop
-    yield start, end
+def _time_cuts(spec: DilatedSpec, bounds: Tensor, here: Range, rows: int) -> list[int]:
+    """Times, from 0 to the length of the shard, that cut no segment; about `rows` apart where possible."""
+    low, length = bounds[:-1], bounds.diff()
+    low, length = low[length > 0], length[length > 0]
+    period = torch.ones_like(length)
+    for window in spec.segment_lengths:
+        clamped = length.clamp(max=window)
+        period = torch.minimum(torch.lcm(period, clamped), length)
+    period = period * (rows // period).clamp(min=1)
+    num = -(-length // period)
+    span = torch.repeat_interleave(torch.arange(len(low)), num)
+    number = torch.arange(len(span)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+    cuts = low[span] + number * period[span]
+    if len(low) > 1:  # several short documents make a region; each bucket begins at the first cut in it
+        bucket = cuts // max(1, rows // 2)
+        cuts = cuts[torch.cat([torch.ones(1, dtype=torch.bool), bucket.diff() > 0])]
+    inside = cuts[(cuts > here[0]) & (cuts < here[1])] - here[0]
+    return [0, *inside.tolist(), here[1] - here[0]]

@@ -27,17 +27,17 @@ from ..ops import Tensors, check_execution, run_options
 from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
 from .agreement import agree, check_alone, nothing, rank_seed
-from .autograd import attend
+from .call import RankCall, attend
 from .comm import Group, check_timeout, digest, find_ring
-from .dilated_call import DilatedCall
 from .schedule import STRATEGIES, RingSchedule
 from .ulysses import Ulysses
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: DilatedCall, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: RankCall, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     ring, schedule = call.ring, call.schedule
+    assert isinstance(schedule, RingSchedule)
     seed = rank_seed(ring) if call.options.dropout_p else None
     if schedule.strategy == "ring":
         if not q.shape[1]:
@@ -222,7 +222,7 @@ def attend_ring(
         return_lse=return_lse,
     )
     schedule = _settle(schedule, strategy == "auto" and not spec.detach_mixing, run.use_pattern_cache)
-    return _attend(q, k, v, key_mask, DilatedCall(ring, schedule, run), return_lse)
+    return _attend(q, k, v, key_mask, RankCall(ring, schedule, run), return_lse)
 
 
 def _facts(spec: DilatedSpec) -> dict[str, int]:

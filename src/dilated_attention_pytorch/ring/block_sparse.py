@@ -24,8 +24,8 @@ from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution
 from .agreement import agree, check_alone, nothing, rank_seed
 from .attention import RingSettings
-from .autograd import attend
-from .block_call import BlockCall, BlockSchedule
+from .block_schedule import BlockSchedule
+from .call import RankCall, attend
 from .comm import Group, check_timeout, digest, find_ring
 
 
@@ -155,5 +155,5 @@ def attend_ring_blocks(
         schedule = get_block_pattern_cache().get_or_build(key, lambda: schedule)
     seed = rank_seed(ring) if spec.dropout_p else None
     run = BlockSparse(spec, "").options(q, execution)
-    out, lse = attend(Tensors(q, k, v, key_mask, seed=seed), BlockCall(ring, schedule, run))
+    out, lse = attend(Tensors(q, k, v, key_mask, seed=seed), RankCall(ring, schedule, run))
     return (out, lse) if return_lse else out

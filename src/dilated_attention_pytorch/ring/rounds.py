@@ -10,10 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..checks import check_count, check_positive_int
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
-from ..plan.heads import even_parts
-from ..plan.segments import Range
-from ..plan.shape import Pass
+from ..core.pattern_cache import PatternCache
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Range, Shape
+from ..plan.runs import even_parts
 from .positions import Positions, count_positions
 
 
@@ -77,6 +76,20 @@ class Schedule:
         For each batch and key head if batches differ.
         """
         raise NotImplementedError
+
+    def own_plan(
+        self, rank: int, shape: Shape, direction: Pass, workspace_bytes: int, cache: PatternCache | None
+    ) -> Plan:
+        """The jobs of a rank's queries, of `shape`, with its own keys: a region for each lane."""
+        raise NotImplementedError
+
+    def chunk_plan(self, rank: int, shape: Shape, step: Round, direction: Pass, workspace_bytes: int) -> Plan:
+        """The jobs of a rank's queries with the keys that it receives in a step; kept once it was made."""
+        raise NotImplementedError
+
+    def steps(self, rank: int) -> tuple[Round, ...]:
+        """The steps of a rank in which it receives or sends."""
+        return self.rounds(rank)
 
     @property
     def differs_by_batch(self) -> bool:

@@ -13,13 +13,22 @@ import torch
 
 from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
-from ..plan import DEFAULT_WORKSPACE_BYTES, Part, Shape, Tile
-from ..plan.heads import Head
-from ..plan.segments import Range, Segments, branch_segments, crossing_segment, rows_within
-from ..plan.shape import Pass
+from ..core.pattern_cache import PatternCache
+from ..plan import (
+    DEFAULT_WORKSPACE_BYTES,
+    Pass,
+    Plan,
+    Range,
+    Shape,
+    Shard,
+    plan_crossing,
+    plan_dilated,
+)
+from ..plan.dilated import Head, branch_heads
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .positions import Positions
 from .rounds import Round, Schedule, check_lengths, even_shards
+from .segments import Segments, branch_segments, crossing_segment, rows_within
 
 Strategy = Literal["ring", "ulysses"]
 STRATEGIES = ("auto", "ring", "ulysses")
@@ -60,17 +69,47 @@ class RingSchedule(Schedule):
             return True
         return any(bound % min(window, self.shape.n) for bound in self.bounds[1:-1])
 
-    def part(self, rank: int) -> Part:
-        """What of the whole call a rank attends."""
+    def held(self, rank: int) -> Shard:
+        """The positions and heads of the whole call that a rank attends."""
         _, n, h, h_kv, _ = self.shape
         if self.strategy == "ring":
-            return Part(n, self.shard(rank)[0], h, 0)
-        return Part(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
+            return Shard(n, self.shard(rank)[0], h, 0)
+        return Shard(n, 0, h, sum(self.head_shares[:rank]) * (h // h_kv))
 
     @cached_property
-    def tiles(self) -> dict[tuple[Part, int], tuple[Tile, ...]]:
-        """The tiles of pieces, by part and round, once they were planned."""
+    def _plans(self) -> dict[tuple[int, int, int], Plan]:
         return {}
+
+    def own_plan(
+        self, rank: int, shape: Shape, direction: Pass, workspace_bytes: int, cache: PatternCache | None
+    ) -> Plan:
+        return plan_dilated(
+            self.spec,
+            shape,
+            itemsize=self.itemsize,
+            direction=direction,
+            docs=self.docs,
+            workspace_bytes=workspace_bytes,
+            cache=cache,
+            shard=self.held(rank),
+            kv_heads=self.lanes[0][1] if self.strategy == "ring" else None,
+        )
+
+    def chunk_plan(self, rank: int, shape: Shape, step: Round, direction: Pass, workspace_bytes: int) -> Plan:
+        key = rank, step.number, workspace_bytes  # both passes meet the same jobs
+        if key not in self._plans:
+            assert step.receive is not None
+            self._plans[key] = plan_crossing(
+                self.spec,
+                shape,
+                self.held(rank),
+                step.receive.keys,
+                step.lane,
+                itemsize=self.itemsize,
+                docs=self.docs,
+                workspace_bytes=workspace_bytes,
+            )
+        return self._plans[key]
 
     @cached_property
     def head_shares(self) -> tuple[int, ...]:
@@ -169,8 +208,8 @@ class RingSchedule(Schedule):
 
     @cached_property
     def _heads(self) -> list[list[Head]]:
-        part = Part.whole(self.shape)
-        return [part.branch_heads(self.spec, i, self.shape) for i in range(len(self.spec.branches))]
+        h, h_kv = self.shape.h, self.shape.h_kv
+        return [branch_heads(self.spec, i, h, h_kv) for i in range(len(self.spec.branches))]
 
     @cached_property
     def _lattices(self) -> list[list[tuple[int, int]]]:

@@ -1,64 +1,68 @@
-"""Keys and values on their way around the ring, one piece ahead of the computation; gradients going back."""
+"""Keys and values on their way around the ring, a chunk ahead of the computation; gradients going back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..engine import Inputs
-from ..flat_rows import FlatRows
-from ..plan.segments import Range
-from ..plan.shape import Pass
+from ..kernels import Inputs
+from ..kernels.rows import FlatRows, Rows
+from ..plan import Pass, Plan, Range, Region
 from .comm import Pending, Ring
 from .positions import Positions, list_positions
 from .rounds import Round, Schedule, Transfer
 
 
-class Piece:
+class ReceivedChunk:
     """Keys and values of some positions of another rank, as rows: batch by batch, head by head of a lane."""
 
     def __init__(
-        self, step: Round, transfer: Transfer, batch: int, keys: Tensor, mask: Tensor | None
+        self, plan: Plan, step: Round, transfer: Transfer, inputs: Inputs, start: int, keys: Tensor
     ) -> None:
-        self.number, self.transfer, self.lane = step.number, transfer, step.lane
-        self.positions = [list_positions(each).to(keys.device) for each in transfer.needs]
-        self.first = list(accumulate((x.numel() for x in self.positions), initial=0))
+        self.plan, self.transfer, self.inputs, self.keys = plan, transfer, inputs, keys
+        self.mask: Tensor | None = None
+        self.gradients: Tensor | None = None
+        batch = inputs.k.shape[0]
         # From one batch to the next in rows, or in the list of heads if batches differ.
         per_batch = transfer.differs_by_batch(batch)
+        self.steps = torch.tensor([step.lane[1] if per_batch else 0, 0, 1]), step.lane[0]
         self.batch_step = 0 if per_batch else keys.shape[1] // max(1, batch)
-        self.heads_a_batch = step.lane[1] if per_batch else 0
-        self.keys, self.mask = keys, mask
-        self.gradients: Tensor | None = None
-        self._last: tuple[object, Tensor] | None = None
+        low, high = transfer.keys
+        self.span, self.shift = high - low, start - low
+        lists = [list_positions(each) + (i * self.span - low) for i, each in enumerate(transfer.needs)]
+        self.positions = torch.cat(lists).to(keys.device)
+        self._last: tuple[Rows, Tensor] | None = None
 
-    def numbers(self, batch: int, kv: int, positions: Tensor) -> Tensor:
-        """The row numbers of positions of a batch's key head."""
-        head = kv - self.lane[0] + batch * self.heads_a_batch
-        first = self.first[head] + batch * self.batch_step
-        return torch.searchsorted(self.positions[head], positions.contiguous()) + first
-
-    def index_of(self, tile: object, make: Callable[[], Tensor]) -> Tensor:
-        """The index of a tile: backward asks for it twice in a row."""
-        if self._last is None or self._last[0] is not tile:
-            self._last = tile, make()
-        return self._last[1]
-
-    def gather(self, index: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows of keys and values, and their mask, by number."""
+    def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        index = self._index(rows)
         k, v = (
-            FlatRows(x, 0, 0, 0).gather(s, index, inputs)
-            for s, x in zip(("key", "value"), self.keys, strict=True)
+            FlatRows(x, (0, 0, 0)).read(slot, index, self.inputs.workspace, dtype)
+            for slot, x in zip(("key", "value"), self.keys, strict=True)
         )
-        return k, v, None if self.mask is None else self.mask[index]
+        shape = (*rows.shape, k.shape[-1])
+        return k.view(shape), v.view(shape), None if self.mask is None else self.mask[index].view(rows.shape)
 
-    def add(self, index: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(self, rows: Rows, _branch: int, dk: Tensor, dv: Tensor) -> None:
         assert self.gradients is not None
+        index = self._index(rows)
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total.index_add_(0, index, part.reshape(index.numel(), -1).to(total.dtype))
+
+    def _index(self, rows: Rows) -> Tensor:
+        """The numbers of rows among those of the chunk; backward asks for them twice in a row."""
+        if self._last is None or self._last[0] is not rows:
+            device, places = self.keys.device, rows.places
+            steps, first = self.steps
+            lists = (places @ steps - first).to(device)
+            times = rows.numbers((0, 1, 0), device=device).view(len(places), -1)
+            wanted = lists[:, None] * self.span + times + self.shift
+            index = torch.searchsorted(self.positions, wanted)
+            index += (places[:, :1] * self.batch_step).to(device)
+            self._last = rows, index.flatten()
+        return self._last[1]
 
 
 class _Moving(NamedTuple):
@@ -69,15 +73,18 @@ class _Moving(NamedTuple):
     mask: Tensor | None = None
 
 
-class Exchange:
+class RingKV:
     """The rounds of one pass of a rank. Round i + 1 is under way while round i is attended.
 
     All ranks count the same rounds, also those in which they neither send nor receive, so that they begin the
     transfers of a pair in the same order.
     """
 
-    def __init__(self, ring: Ring, schedule: Schedule, inputs: Inputs, name: Pass) -> None:
-        self.ring, self.schedule, self.inputs, self.name = ring, schedule, inputs, name
+    def __init__(
+        self, ring: Ring, schedule: Schedule, inputs: Inputs, direction: Pass, workspace_bytes: int
+    ) -> None:
+        self.ring, self.schedule, self.inputs, self.direction = ring, schedule, inputs, direction
+        self.workspace_bytes = workspace_bytes
         self.rounds = {each.number: each for each in schedule.rounds(ring.rank)}
         self.own = _OwnRows(inputs, schedule.shard(ring.rank)[0])
         self._moving: dict[int, _Moving] = {}
@@ -85,30 +92,32 @@ class Exchange:
         self._next = 0
         self._begin_until(0)
 
-    def pieces(self, lane: Range) -> Iterator[Piece]:
-        """What this rank's queries attend of other ranks, for a lane of key heads."""
-        for number in self._rounds_of(lane):
-            piece = self._arrived(number)
-            if piece is not None:
-                yield piece
+    def chunks(self, region: Region) -> Iterator[ReceivedChunk]:
+        """What this rank's queries attend of other ranks, for the key heads of a region: a lane."""
+        for number in self._rounds_of(region.kv):
+            chunk = self._arrived(number)
+            if chunk is not None:
+                yield chunk
 
-    def pieces_with_gradients(self, lane: Range, dk: Tensor, dv: Tensor) -> Iterator[Piece]:
-        """As `pieces`; the gradients that a piece was given leave for its owner.
+    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[ReceivedChunk]:
+        """As `chunks`; the gradients that a chunk was given leave for its owner.
 
-        What other ranks computed of this rank's keys is added to dk and dv (b, n, heads of the lane, d).
+        What other ranks computed of this rank's keys is added to dk and dv (b, n, heads of the region, d).
         """
-        sums = FlatRows.onto(dk), FlatRows.onto(dv)
+        sums = FlatRows.of(dk), FlatRows.of(dv)
+        for x, (rows, _) in zip((dk, dv), sums, strict=True):
+            assert rows.data_ptr() == x.data_ptr(), f"a copy would lose what is added to it: {x.stride()}"
         previous = None
-        for number in self._rounds_of(lane):
-            piece = self._arrived(number)
+        for number in self._rounds_of(region.kv):
+            chunk = self._arrived(number)
             self._free(self._returning, number)
-            if piece is not None:
+            if chunk is not None:
                 slot = f"comm_grad_out_{number % 2}"
-                dtype, device = self.inputs.accumulate_dtype, piece.keys.device
-                shape = tuple(piece.keys.shape)
-                piece.gradients = self.inputs.workspace.take(slot, shape, dtype, device).zero_()
-                yield piece
-            self._return(number, piece)
+                dtype, device = self.inputs.accumulate_dtype, chunk.keys.device
+                shape = tuple(chunk.keys.shape)
+                chunk.gradients = self.inputs.workspace.take(slot, shape, dtype, device).zero_()
+                yield chunk
+            self._return(number, chunk)
             self._collect(previous, sums)
             previous = number
         self._collect(previous, sums)
@@ -127,7 +136,7 @@ class Exchange:
 
     def _what(self, number: int) -> str:
         total = len(self.schedule.lanes) * self.schedule.rounds_a_lane
-        return f"{self.name} pass, step {number + 1} of {total}"
+        return f"{self.direction} pass, step {number + 1} of {total}"
 
     def _begin_until(self, last: int) -> None:
         while self._next <= last:
@@ -160,21 +169,24 @@ class Exchange:
                 sends.append((step.send.peer, self.own.pack_mask(step.send, packed)))
         self._moving[number] = _Moving(self.ring.start(self._what(number), receives, sends), keys, mask)
 
-    def _arrived(self, number: int) -> Piece | None:
+    def _arrived(self, number: int) -> ReceivedChunk | None:
         if number not in self._moving:
             return None
         step, (pending, keys, mask) = self.rounds[number], self._moving[number]
         pending.wait_arrived()
         if step.receive is None or keys is None:
             return None
-        seen = None if mask is None else mask.bool()
-        return Piece(step, step.receive, self.inputs.k.shape[0], keys, seen)
+        rank, shape, how = self.ring.rank, self.inputs.shape, (self.direction, self.workspace_bytes)
+        plan = self.schedule.chunk_plan(rank, shape, step, *how)
+        chunk = ReceivedChunk(plan, step, step.receive, self.inputs, self.schedule.shard(rank)[0], keys)
+        chunk.mask = None if mask is None else mask.bool()
+        return chunk
 
-    def _return(self, number: int, piece: Piece | None) -> None:
+    def _return(self, number: int, chunk: ReceivedChunk | None) -> None:
         step = self.rounds.get(number)
         if step is None:
             return
-        sends = [] if piece is None or piece.gradients is None else [(piece.transfer.peer, piece.gradients)]
+        sends = [] if chunk is None or chunk.gradients is None else [(chunk.transfer.peer, chunk.gradients)]
         receives, sums = [], None
         if step.send is not None:
             k = self.inputs.k
@@ -219,17 +231,19 @@ class _OwnRows:
         for i, needed in enumerate(transfer.needs):
             batch, head = divmod(i, num_heads)
             lists.append(
-                self._tokens(needed) * rows.time + (first_head + head) * rows.head + batch * rows.batch
+                self._tokens(needed) * rows.steps[1]
+                + (first_head + head) * rows.steps[2]
+                + batch * rows.steps[0]
             )
         index = torch.cat(lists)
         if not per_batch:
-            index = (torch.arange(self.batch, device="cpu")[:, None] * rows.batch + index).flatten()
+            index = (torch.arange(self.batch, device="cpu")[:, None] * rows.steps[0] + index).flatten()
         return index.to(rows.rows.device)
 
     def pack(self, transfer: Transfer, lane: Range, packed: Tensor) -> Tensor:
         index = self.index(transfer, self.k, lane[0])
         torch.index_select(self.k.rows, 0, index, out=packed[0])
-        if not self.v.same_steps(self.k):
+        if self.v.steps != self.k.steps:
             index = self.index(transfer, self.v, lane[0])
         torch.index_select(self.v.rows, 0, index, out=packed[1])
         return packed
@@ -237,7 +251,7 @@ class _OwnRows:
     def pack_mask(self, transfer: Transfer, packed: Tensor) -> Tensor:
         assert self.mask is not None
         mask = self.mask.contiguous().view(torch.uint8)
-        rows = FlatRows(mask.view(-1, 1), mask.shape[1], 1, 0)
+        rows = FlatRows(mask.view(-1, 1), (mask.shape[1], 1, 0))
         return torch.index_select(rows.rows, 0, self.index(transfer, rows, 0), out=packed.view(-1, 1)).view(
             -1
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-Range = tuple[int, int]  # [from, to)
+from ..plan import Range
 
 
 class Segments(NamedTuple):

@@ -1,0 +1,282 @@
+"""Where the rows of jobs of one shape lie in a tensor: strided views if evenly spaced, else numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.workspace import Workspace
+from ..plan.runs import Plan
+from .merge import merge_
+
+Step = tuple[int, int, int]  # in (batch, time, head)
+Numbered = dict[Step, Tensor]
+Axis = tuple[int, Step]  # (size, step)
+Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
+WHOLE: Origin = (0, 0, 0)
+
+
+class FlatRows(NamedTuple):
+    """A tensor (b, n, heads, ...) as rows, and the steps between rows of neighbouring (batch, time, head)."""
+
+    rows: Tensor
+    steps: Step
+
+    @classmethod
+    def of(cls, x: Tensor) -> FlatRows:
+        """A view of `x`, or of a copy if its strides are no multiples of the size of a row."""
+        d = prod(x.shape[3:])
+        if not _has_rows(x, d):
+            x = x.contiguous()
+        # An axis of length 1 may have any step.
+        a, b, c = (step // d if size > 1 else 0 for size, step in _outer(x))
+        steps = (a, b, c)
+        if not x.numel():
+            return cls(x.reshape(0, d), steps)
+        count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
+        return cls(x.as_strided((count, d), (d, 1)), steps)
+
+    def read(self, slot: str, index: Tensor, workspace: Workspace, dtype: torch.dtype) -> Tensor:
+        """The rows of the given numbers, packed; valid until the slot is read again."""
+        rows = self.rows
+        shape = (index.numel(), rows.shape[1])
+        # In their own dtype first: index_select converts nothing.
+        name = slot if rows.dtype == dtype else f"{slot}_{rows.dtype}"
+        taken = workspace.take(name, shape, rows.dtype, rows.device)
+        torch.index_select(rows, 0, index, out=taken)
+        if rows.dtype == dtype:
+            return taken
+        return workspace.take(slot, shape, dtype, rows.device).copy_(taken)
+
+
+def _has_rows(x: Tensor, d: int) -> bool:
+    """Whether the last axes are dense and all steps between rows are multiples of their size."""
+    dense = x[0, 0, 0].is_contiguous() if x.numel() else True
+    return dense and not any(step % d for size, step in _outer(x) if size > 1)
+
+
+def _outer(x: Tensor) -> Iterable[tuple[int, int]]:
+    """(size, step) of the axes batch, time and head."""
+    return zip(x.shape[:3], x.stride()[:3], strict=True)
+
+
+class Blocks(NamedTuple):
+    """`num` of the blocks of rows that jobs of a plan keep, without the first `skip` rows of the first."""
+
+    plan: Plan
+    members: Tensor  # (jobs,) their numbers in the plan
+    first: int
+    num: int
+    skip: int
+
+    def numbers(self, device: torch.device | None) -> Tensor:
+        """(jobs, blocks); made at each use, as they take more memory than the plan."""
+        return self.plan.key_blocks(self.members, self.first, self.num).to(device)
+
+    def times(self, count: int, device: torch.device | None) -> Tensor:
+        """(jobs, count): the times of the rows."""
+        size, shift = self.plan.unit
+        times = (self.numbers(device) * size - shift).unsqueeze(-1) + torch.arange(size, device=device)
+        return times.flatten(1)[:, self.skip : self.skip + count]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows (jobs, *inner) of a tensor (b, n, heads, ...), counted in its first three axes.
+
+    `axes` unfold the jobs, evenly spaced from `first` on; or `firsts` (jobs, 3) lists where they begin. With
+    `blocks`, the rows of a job are those of several blocks of time.
+    """
+
+    first: Step
+    axes: tuple[Axis, ...]
+    inner: tuple[Axis, ...]
+    firsts: Tensor | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """(jobs, 3): where each begins, as (batch, time, head)."""
+        if self.firsts is not None:
+            return self.firsts
+        found = torch.tensor([self.first])
+        for size, step in self.axes:
+            found = (found.unsqueeze(1) + torch.arange(size)[:, None] * torch.tensor(step)).flatten(0, 1)
+        return found
+
+    @property
+    def num_jobs(self) -> int:
+        return prod(size for size, _ in self.axes) if self.firsts is None else len(self.firsts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inner = tuple(size for size, _ in self.inner)
+        return (self.num_jobs, *inner)
+
+    def view(self, x: Tensor, origin: Origin = WHOLE) -> Tensor:
+        """(*axes, *inner, ...) of evenly spaced jobs; `x` begins at `origin`."""
+        a, b, c, *rest = x.stride()
+        offset = x.storage_offset() + _dot(self.first, (a, b, c)) - _dot(origin, (a, b, c))
+        sizes, steps = [], []
+        for size, step in (*self.axes, *self.inner):
+            sizes.append(size)
+            steps.append(step[0] * a + step[1] * b + step[2] * c)
+        return x.as_strided((*sizes, *x.shape[3:]), (*steps, *rest), offset)
+
+    def numbers(self, steps: Step, origin: Origin = WHOLE, device: torch.device | None = None) -> Tensor:
+        """The numbers of all rows, in one line, where (batch, time, head) count so many rows."""
+        index = self.places @ torch.tensor(steps) - _dot(origin, steps)
+        if self.blocks is not None:
+            times = self.blocks.times(self.inner[-1][0], device)
+            times = times * steps[1] if steps[1] != 1 else times
+            return (times + index.to(device).unsqueeze(-1)).flatten()
+        for size, step in self.inner:
+            index = index.unsqueeze(-1) + torch.arange(size) * _dot(step, steps)
+        return index.flatten().to(device)
+
+    def read(
+        self,
+        slot: str,
+        x: Tensor,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        origin: Origin = WHOLE,
+        numbered: Numbered | None = None,
+    ) -> Tensor:
+        """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed.
+
+        `numbered` keeps the numbers of rows for another tensor of the same strides.
+        """
+        shape = (*self.shape, *x.shape[3:])
+        if self.firsts is None:
+            view = self.view(x, origin)
+            if view.dtype == dtype and view.is_contiguous():
+                return view.view(shape)
+            packed = workspace.take(slot, shape, dtype, x.device)
+            packed.view(view.shape).copy_(view)
+            return packed
+        flat = FlatRows.of(x)
+        numbered = {} if numbered is None else numbered
+        if flat.steps not in numbered:
+            numbered[flat.steps] = self.numbers(flat.steps, origin, x.device)
+        return flat.read(slot, numbered[flat.steps], workspace, dtype).view(shape)
+
+    def write(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
+        """The rows of `x` take the packed values."""
+        if self.firsts is None:
+            view = self.view(x, origin)
+            view.copy_(packed.view(view.shape))
+            return
+        flat = FlatRows.of(x)
+        index = self.numbers(flat.steps, origin, x.device)
+        flat.rows.index_copy_(0, index, packed.reshape(index.numel(), -1).to(x.dtype))
+
+    def add_blocks(self, sums: Tensor, packed: Tensor, origin: Origin) -> None:
+        """Adds rows (jobs, 1, rows, d) of blocks to sums (b, heads, blocks, size, d), from `origin` on.
+
+        Whole blocks are added, since rows would take a step each. Jobs may have blocks in common.
+        """
+        assert self.blocks is not None
+        assert self.firsts is not None
+        _, heads, num, size, d = sums.shape
+        blocks = self.blocks.numbers(sums.device)
+        missing = blocks.shape[1] * size - self.blocks.skip - packed.shape[2]
+        if self.blocks.skip or missing:
+            packed = torch.nn.functional.pad(packed, (0, 0, self.blocks.skip, missing))
+        batch, _, head = (self.firsts.to(sums.device) - torch.tensor(origin, device=sums.device)).unbind(1)
+        first = self.blocks.plan.unit[1] // size
+        index = (batch * heads + head)[:, None] * num + blocks - first
+        rows = sums.view(-1, size * d)
+        rows.index_add_(0, index.flatten(), packed.reshape(-1, size * d).to(sums.dtype))
+
+    def add(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
+        """The packed values are added to the rows of `x`."""
+        if self.firsts is None:
+            view = self.view(x, origin)
+            view.add_(packed.view(view.shape))
+            return
+        flat = FlatRows.of(x)
+        index = self.numbers(flat.steps, origin, x.device)
+        flat.rows.index_add_(0, index, packed.reshape(index.numel(), -1).to(x.dtype))
+
+    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, origin: Origin) -> None:
+        """Continues the softmax of the rows of out (b, n, heads, d) and lse (b, n, heads)."""
+        if self.firsts is None:
+            rows, lse_rows = self.view(out, origin), self.view(lse, origin)
+            merge_(rows, lse_rows, part.view(rows.shape), part_lse.view(lse_rows.shape))
+            return
+        flat, flat_lse = FlatRows.of(out), FlatRows.of(lse)
+        index = self.numbers(flat.steps, origin, out.device)
+        lse_index = self.numbers(flat_lse.steps, origin, out.device)
+        rows, lse_rows = flat.rows[index], flat_lse.rows[lse_index].squeeze(-1)
+        merge_(rows, lse_rows, part.reshape(rows.shape), part_lse.reshape(lse_rows.shape))
+        flat.rows.index_copy_(0, index, rows)
+        flat_lse.rows.index_copy_(0, lse_index, lse_rows.unsqueeze(-1))
+
+
+def _dot(a: Step, b: Step) -> int:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
+class Box(NamedTuple):
+    """Rows `first, first + 1, ...` of a table, evenly spaced: axes of (size, difference of the columns)."""
+
+    first: int
+    values: list[int]
+    axes: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def size(self) -> int:
+        return prod(size for size, _ in self.axes)
+
+
+def fold(table: Tensor, most_axes: int = 5) -> Iterator[Box]:
+    """Cuts a table into boxes of rows whose values advance evenly along a few nested axes."""
+    first = 0
+    while first < len(table):
+        box = _leading_box(table[first:], most_axes)._replace(first=first)
+        yield box
+        first += box.size
+
+
+def _leading_box(table: Tensor, most_axes: int) -> Box:
+    """The box that a table begins with."""
+    values = table[0].tolist()
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    while len(table) > 1 and len(axes) < most_axes:
+        step = table[1] - table[0]
+        if bool((step < 0).any()):  # tensors have no negative strides
+            break
+        differs = ((table[1:] - table[:-1]) != step).any(1).nonzero()
+        size = int(differs[0]) + 1 if len(differs) else len(table)
+        axes.insert(0, (size, tuple(step.tolist())))
+        whole = len(table) // size
+        if whole < 2:
+            break
+        rows = table[: whole * size].view(whole, size, -1)
+        inside = rows[0] - rows[0, 0]
+        alike = ((rows - rows[:, :1]) == inside).flatten(1).all(1)
+        broken = (~alike).nonzero()
+        table = rows[: int(broken[0]) if len(broken) else whole, 0]
+    return Box(0, values, tuple(axes))
+
+
+def split_box(box: Box, at_most: int) -> Iterator[Box]:
+    """Smaller boxes of at most so many rows (at least one), cut along the outer axes first."""
+    if box.size <= at_most or not box.axes:
+        yield box
+        return
+    (size, step), inner = box.axes[0], box.axes[1:]
+    inside = prod(each for each, _ in inner)
+    fit = max(1, at_most // inside)
+    fit = -(-size // -(-size // fit))  # even parts
+    for start in range(0, size, fit):
+        count = min(fit, size - start)
+        values = [value + start * change for value, change in zip(box.values, step, strict=True)]
+        axes = inner if count == 1 else ((count, step), *inner)
+        yield from split_box(Box(box.first + start * inside, values, axes), at_most)

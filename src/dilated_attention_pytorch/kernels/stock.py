@@ -1,0 +1,377 @@
+"""Runs a plan on an op of packed rows: jobs of one shape are packed, attended and merged together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
+from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
+from .merge import add_null_keys, merge_
+from .rows import WHOLE, Axis, Blocks, Numbered, Origin, Rows, fold, split_box
+
+MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
+FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
+
+
+class Keys(NamedTuple):
+    """Keys (jobs, 1, rows) that an op attends at a time; causal ones are at the queries' own positions."""
+
+    rows: Rows
+    is_causal: bool
+
+
+class Batch(NamedTuple):
+    """Jobs of one shape that are attended together: queries (jobs, heads, rows) with their keys."""
+
+    queries: Rows
+    keys: tuple[Keys, ...]
+    branch: int
+    phantom: int
+    opens_branch: bool  # no earlier job of the branch met these query rows
+    opens_queries: bool  # nor of any other branch
+    opens_keys: bool
+
+
+def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
+    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
+    budget, each_row = plan.budget, bytes_a_row(plan.shape.d, itemsize)
+    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
+    if known is None:
+        found: list[list[Batch]] = [[] for _ in plan.regions]
+        for region, batch in _batches(plan, budget, each_row):
+            found[region].append(batch)
+        known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
+    return known
+
+
+_SHAPE = (
+    *("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom"),
+    *("opens_branch", "opens_queries", "opens_keys"),
+)
+
+
+def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
+    if not len(plan):
+        return
+    jobs, size = plan.jobs, plan.unit[0]
+    first, num = jobs[:, COLUMN["first_run"]], jobs[:, COLUMN["num_runs"]]
+    # What the keys of a batch have in common: their step, or the number of their blocks and where they begin.
+    common = [plan.runs[first, 1]]
+    if size:
+        common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
+    shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
+    kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
+    members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
+    for kind, those in zip(kinds.tolist(), members, strict=True):
+        region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
+        inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
+        budget_rows = budget // row_bytes
+        rows = _block_rows if size else _run_rows
+        for queries, keys in rows(plan, those, budget_rows, inner, bool(causal), *kind[len(_SHAPE) :]):
+            yield region, Batch(queries, keys, branch, phantom, *map(bool, opens))
+
+
+Axes = tuple[Axis, ...]
+Found = Iterator[tuple[Rows, tuple[Keys, ...]]]
+
+
+def _run_rows(
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, key_step: int
+) -> Found:
+    """Where the queries and keys of jobs with one run of keys each lie, at most `budget` rows together."""
+    jobs = plan.jobs[those]
+    fit = max(1, min(MAX_JOBS, budget // (inner[0][0] * inner[1][0] + num_keys)))
+    key_inner = ((1, (0, 0, 0)), (num_keys, (0, key_step, 0)))
+    names = ("batch", "start", "head", "kv")
+    first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
+    places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
+    boxes = list(fold(places))
+    if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
+        for part in torch.split(places, _even(len(places), fit)):
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]])
+            yield Rows((0, 0, 0), (), inner, part[:, :3]), (Keys(keys, is_causal),)
+        return
+    for whole in boxes:
+        for box in split_box(whole, fit):
+            batch, start, head, kv, key = box.values
+            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
+            key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
+            keys = Rows((batch, key, kv), key_axes, key_inner)
+            yield Rows((batch, start, head), axes, inner), (Keys(keys, is_causal),)
+
+
+def _block_rows(
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, *blocks: int
+) -> Found:
+    """The same for jobs with blocks of keys, which are attended as many at a time as fit."""
+    num, skip, last_skip = blocks
+    size, (heads, _), (count, _) = plan.unit[0], *inner
+    own = count if is_causal else 0
+    full, num = num_keys - own, num - is_causal
+    most = max(1, min(num, (budget - heads * count) // size))
+    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
+    for part in torch.split(those, _even(len(those), fit)):
+        jobs = plan.jobs[part]
+        firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
+        box = next(fold(firsts))
+        queries = Rows((0, 0, 0), (), inner, firsts)
+        if box.size == len(part):
+            axes = tuple((each, (step[0], step[1], step[2])) for each, step in box.axes)
+            queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
+        places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
+        places[:, 1] = 0  # blocks count time from 0
+        pieces = [(num, 1, last_skip, own, True)] if is_causal else []
+        for first in range(0, num, most):
+            skipped, here = skip if first == 0 else 0, min(most, num - first)
+            rows = min(full + skip - first * size, here * size) - skipped
+            pieces.append((first, here, skipped, rows, False))
+        yield (
+            queries,
+            tuple(
+                Keys(
+                    Rows(
+                        (0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)
+                    ),
+                    causal,
+                )
+                for *which, rows, causal in pieces
+            ),
+        )
+
+
+def _even(total: int, at_most: int) -> int:
+    return -(-total // -(-total // at_most))
+
+
+class _Keys:
+    """The keys and values of a call, which chunks of remote ones stand in for."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.mask = None
+        if inputs.key_mask is not None:
+            self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
+
+    def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        inputs, mask, numbered = self.inputs, self.mask, Numbered()
+        k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
+        v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
+        return k, v, None if mask is None else rows.read("mask", mask, inputs.workspace, torch.bool)
+
+
+def _tile_dtype(op: Op, inputs: Inputs) -> torch.dtype:
+    return inputs.accumulate_dtype if op.widens else inputs.q.dtype
+
+
+def _pack(
+    batch: Batch, part: Keys, dtype: torch.dtype, inputs: Inputs, keys: _Keys | Chunk
+) -> tuple[Tensor, Tensor, How]:
+    """k and v (jobs, 1, rows, d) of a part of the keys of a batch, and how they are attended."""
+    k, v, mask = keys.gather(part.rows, batch.branch, dtype)
+    if mask is not None and bool(mask.all()):
+        mask = None
+    if mask is not None and not inputs.hides_zeros:
+        # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
+        hidden = ~mask.unsqueeze(-1)
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    dropout = None
+    if inputs.dropout_p:
+        _, n, h, _ = inputs.q.shape
+        rows = batch.queries.numbers((n * h, h, 1), device=k.device).view(batch.queries.shape)
+        times = part.rows.numbers((0, 1, 0), device=k.device).view(k.shape[:3])
+        dropout = Dropout(inputs.dropout_p, mix_seed(inputs.seed + batch.branch), rows, times)
+    return k, v, How(part.is_causal, inputs.scale, mask, dropout)
+
+
+class _Block(NamedTuple):
+    """The part of a tensor (b, n, heads, ...) that belongs to a region, and where it begins."""
+
+    x: Tensor
+    origin: Origin
+    blocks: Tensor | None = None  # (b, heads, blocks, size, d), of which `x` is a view
+
+    @classmethod
+    def of(cls, x: Tensor, region: Region, group: int) -> _Block:
+        (b, num_b), (t, num_t), (kv, num_kv) = region
+        head, num = kv * group, num_kv * group
+        return cls(x[b : b + num_b, t : t + num_t, head : head + num], (b, t, head))
+
+    def wide(self, slot: str, inputs: Inputs) -> _Block:
+        """Scratch of the same size in accumulation precision, or the block itself if it has that."""
+        dtype = inputs.accumulate_dtype
+        if self.x.dtype == dtype:
+            return self
+        return _Block(inputs.workspace.take(slot, tuple(self.x.shape), dtype, self.x.device), self.origin)
+
+    def in_blocks(self, slot: str, plan: Plan, inputs: Inputs) -> _Block:
+        """Sums of blocks of keys that several jobs have in common, for scratch of the same size."""
+        b, n, heads, d = self.x.shape
+        size, before = plan.unit[0], plan.unit[1] % plan.unit[0]
+        shape = (b, heads, -(-(before + n) // size), size, d)
+        blocks = inputs.workspace.take(slot, shape, inputs.accumulate_dtype, self.x.device)
+        view = blocks.view(b, heads, -1, d)[:, :, before : before + n].transpose(1, 2)
+        return _Block(view, self.origin, blocks)
+
+
+def _group(inputs: Inputs) -> int:
+    return inputs.q.shape[2] // inputs.k.shape[2]
+
+
+def _attend(
+    op: Op,
+    batches: Iterable[Batch],
+    inputs: Inputs,
+    sums: tuple[_Block, _Block],
+    keys: _Keys | Chunk,
+    *,
+    alone: bool = False,
+) -> None:
+    """Attends the batches into blocks of out and of lse; `alone`: their branch has these to itself."""
+    out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
+    dtype = _tile_dtype(op, inputs)
+    for batch in batches:
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype)
+        part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
+        for more in batch.keys[1:]:
+            part, lse_part = part.to(inputs.accumulate_dtype), lse_part
+            merge_(part, lse_part, *op.forward(q, *_pack(batch, more, dtype, inputs, keys)))
+        if batch.phantom:
+            part, lse_part = add_null_keys(part, lse_part, batch.phantom)
+        if batch.opens_queries or (alone and batch.opens_branch):
+            batch.queries.write(out, part, origin)
+            batch.queries.write(lse, lse_part, origin)
+        else:
+            batch.queries.merge(out, lse, part, lse_part, origin)
+        del part, lse_part  # or the next results would need fresh memory beside these
+
+
+def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
+    q, workspace, group, keys = inputs.q, inputs.workspace, _group(inputs), _Keys(inputs)
+    out = workspace.result(q.shape, q.dtype, q.device)
+    lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
+    for region, batches in batches_of(plan, inputs.q.element_size()):
+        block, lse_block = (_Block.of(x, region, group) for x in (out, lse.transpose(1, 2)))
+        is_final = plan.is_one_stage and remote is None  # nothing is merged into it
+        sums = block if is_final else block.wide("acc_out", inputs), lse_block
+        if not plan.covers_queries:
+            sums[0].x.zero_()
+            lse_block.x.fill_(-math.inf)
+        _attend(op, batches, inputs, sums, keys)
+        for chunk in () if remote is None else remote.chunks(region):
+            for _, more in batches_of(chunk.plan, inputs.q.element_size()):
+                _attend(op, more, inputs, sums, chunk)
+        if sums[0].x is not block.x:
+            block.x.copy_(sums[0].x)
+    return out, lse
+
+
+def backward(
+    op: Op, plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
+    group, keys = _group(inputs), _Keys(inputs)
+    results = tuple(
+        inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)
+    )
+    for region, batches in batches_of(plan, inputs.q.element_size()):
+        blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
+        slots = ("acc_dq", "acc_dk", "acc_dv")
+        sums = [block.wide(slot, inputs) for slot, block in zip(slots, blocks, strict=True)]
+        if plan.is_one_stage and remote is None:
+            sums[0] = blocks[0]
+        if plan.unit[0]:
+            sums[1:] = [
+                x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)
+            ]
+        for block, is_covered in zip(
+            sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True
+        ):
+            if not is_covered:
+                (block.x if block.blocks is None else block.blocks).zero_()
+        for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):
+            for batch in those:
+                _put_gradients(op, batch, inputs, merged, out, keys, sums)
+        for chunk in () if remote is None else remote.chunks_with_gradients(region, sums[1].x, sums[2].x):
+            for _, more in batches_of(chunk.plan, inputs.q.element_size()):
+                for batch in more:
+                    _put_gradients(op, batch, inputs, merged, _Block(merged.out, WHOLE), chunk, sums[:1])
+        for block, total in zip(blocks, sums, strict=True):
+            if total.x is not block.x:
+                block.x.copy_(total.x)
+    dq_result, dk_result, dv_result = results
+    return dq_result, dk_result, dv_result
+
+
+def _put(rows: Rows, block: _Block, part: Tensor, opens: bool) -> None:
+    if block.blocks is not None:
+        rows.add_blocks(block.blocks, part, block.origin)
+    elif opens:
+        rows.write(block.x, part, block.origin)
+    else:
+        rows.add(block.x, part, block.origin)
+
+
+def _put_gradients(
+    op: Op,
+    batch: Batch,
+    inputs: Inputs,
+    merged: Merged,
+    out: _Block,
+    keys: _Keys | Chunk,
+    sums: list[_Block],
+) -> None:
+    """A batch's share of dq and, if they are among the sums, dk and dv; `out` is what backward subtracts."""
+    rows, workspace, dtype = batch.queries, inputs.workspace, _tile_dtype(op, inputs)
+    q = rows.read("query", inputs.q, workspace, dtype)
+    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
+    # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf).
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    packed_out = rows.read("out", out.x, workspace, dtype, out.origin)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype)
+    grad_lse = None
+    if merged.grad_lse is not None:
+        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
+    dq = None
+    for part in batch.keys:
+        k, v, how = _pack(batch, part, dtype, inputs, keys)
+        d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
+        dq = d_q if dq is None else dq.to(inputs.accumulate_dtype).add_(d_q)
+        if isinstance(keys, _Keys):
+            _put(part.rows, sums[1], d_k, batch.opens_keys)
+            _put(part.rows, sums[2], d_v, batch.opens_keys)
+        else:
+            keys.add(part.rows, batch.branch, d_k, d_v)
+    assert dq is not None
+    _put(rows, sums[0], dq, batch.opens_queries)
+
+
+def _outputs(
+    op: Op, plan: Plan, region: Region, batches: list[Batch], inputs: Inputs, merged: Merged, keys: _Keys
+) -> Iterator[tuple[list[Batch], _Block]]:
+    """The `out` that backward subtracts: the merged one or, with detach_mixing, that of the branch."""
+    if not plan.detaches:
+        yield batches, _Block(merged.out, WHOLE)
+        return
+    block = _Block.of(merged.out, region, _group(inputs))
+    dtype, shape, device = inputs.accumulate_dtype, tuple(block.x.shape), block.x.device
+    own = _Block(inputs.workspace.take("own_out", shape, dtype, device), block.origin)
+    own_lse = _Block(inputs.workspace.take("own_lse", shape[:3], dtype, device), block.origin)
+    for _, group in groupby(batches, key=lambda batch: batch.branch):
+        those = list(group)
+        _attend(op, those, inputs, (own, own_lse), keys, alone=True)
+        yield those, own
+
+
+def mix_seed(x: int) -> int:
+    """SplitMix64: neighbouring numbers become seeds that differ in all bits."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) % 2**63

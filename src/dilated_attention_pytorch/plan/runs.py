@@ -1,0 +1,231 @@
+"""The one plan format: a table of jobs and a table of runs, plain integer tensors.
+
+A run is the rows `start, start + step, ...` (`count` of them) of one batch and head. A job is one run of
+queries with the runs of keys that they attend in one softmax. Dilated, block-sparse, ring and decoding
+attention are planners that fill these tables; kernels take a whole plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Pass = Literal["forward", "backward"]
+Range = tuple[int, int]  # [from, to)
+DEFAULT_WORKSPACE_BYTES = 32 * 2**20
+
+
+class Shape(NamedTuple):
+    """Sizes of a call: q is (b, n, h, d), k and v are (b, n, h_kv, d)."""
+
+    b: int
+    n: int
+    h: int
+    h_kv: int
+    d: int
+
+
+class Run(NamedTuple):
+    """Rows `start + i * step`, `count` of them; the definition counts each `multiplicity` times."""
+
+    start: int
+    step: int
+    count: int  # type: ignore[assignment]  # hides the method of tuples
+    multiplicity: int = 1
+
+    def within(self, first: int, end: int) -> Run:
+        """The rows that lie in [first, end): a run again."""
+        skipped = max(0, -(-(first - self.start) // self.step))
+        after = min(self.count, max(0, -(-(end - self.start) // self.step)))
+        return self._replace(start=self.start + skipped * self.step, count=max(0, after - skipped))
+
+
+class Job(NamedTuple):
+    """One row of the table of jobs.
+
+    `heads` query heads, `head_step` apart from `head` on, share the keys of key head `kv`. Jobs of a stage
+    have no query row in common; a later stage continues the softmax of the rows that it meets again. Of a
+    causal job the query at a position sees the keys up to that position. `phantom` keys of logit 0 and value
+    0 are seen besides. `opens_queries` and `opens_keys`: no job of an earlier stage met
+    these rows; `opens_branch`: none of the branch met these queries.
+    """
+
+    region: int
+    stage: int
+    branch: int
+    batch: int
+    head: int
+    heads: int
+    head_step: int
+    kv: int
+    start: int
+    step: int
+    count: int  # type: ignore[assignment]
+    first_run: int
+    num_runs: int
+    causal: int
+    phantom: int
+    opens_branch: int
+    opens_queries: int
+    opens_keys: int
+
+
+COLUMN = {name: i for i, name in enumerate(Job._fields)}
+
+
+class Region(NamedTuple):
+    """A block of the outputs whose sums are kept together: batches, times and key heads, (first, number)."""
+
+    batch: Range
+    time: Range
+    kv: Range
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything a kernel needs besides the tensors: `print(plan)` shows it, equal plans hash equally."""
+
+    jobs: Tensor  # (jobs, len(Job._fields)) int64, by region, then by stage
+    runs: Tensor  # (runs, 4) int64, as in `Run`
+    shape: Shape
+    regions: tuple[Region, ...]
+    # The first stage of a region writes every row of it, so that nothing needs initial values.
+    covers_queries: bool = False
+    covers_keys: bool = False
+    detaches: bool = False  # mixing weights are constants in backward
+    # Runs of keys are blocks of so many rows, from multiples of it on, if time 0 is the second number.
+    unit: tuple[int, int] = (0, 0)
+    budget: int = DEFAULT_WORKSPACE_BYTES  # bytes of rows that kernels pack at a time
+    by_kernel: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from the tables
+
+    def column(self, name: str) -> Tensor:
+        return self.jobs[:, COLUMN[name]]
+
+    @cached_property
+    def key_counts(self) -> Tensor:
+        """(jobs,) keys of each job."""
+        ends = torch.cat([self.runs.new_zeros(1), self.runs[:, 2].cumsum(0)])
+        first = self.column("first_run")
+        return ends[first + self.column("num_runs")] - ends[first]
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
+        queries = self.column("count")
+        unseen = self.column("causal") * (queries * (queries - 1) // 2)
+        return int(((queries * self.key_counts - unseen) * self.column("heads")).sum())
+
+    @property
+    def nbytes(self) -> int:
+        return self.jobs.nbytes + self.runs.nbytes
+
+    @cached_property
+    def is_one_stage(self) -> bool:
+        """No row is met twice: results need no sums."""
+        return not bool((self.column("opens_queries") == 0).any())
+
+    def key_blocks(self, members: Tensor, first: int, num: int) -> Tensor:
+        """(jobs, num): the numbers of some of the key blocks of jobs, from each one's `first` on."""
+        size, shift = self.unit
+        which = self.column("first_run")[members, None] + torch.arange(first, first + num)
+        return (self.runs[:, 0][which] + shift) // size
+
+    def to(self, device: torch.device | str) -> Plan:
+        """The same plan with its tables on a device."""
+        return replace(self, jobs=self.jobs.to(device), runs=self.runs.to(device), by_kernel={})
+
+    @cached_property
+    def digest(self) -> bytes:
+        state = blake2b(repr((self.shape, self.regions)).encode(), digest_size=16)
+        for table in (self.jobs, self.runs):
+            state.update(bytes(table.cpu().contiguous().view(torch.uint8).flatten().tolist()))
+        return state.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __str__(self) -> str:
+        lines = [f"{self.shape}: {len(self)} job(s), {len(self.runs)} run(s), {self.num_pairs} pairs"]
+        for job in map(Job._make, self.jobs[:_SHOWN].tolist()):
+            runs = self.runs[job.first_run : job.first_run + min(job.num_runs, _SHOWN)].tolist()
+            keys = ", ".join(_show_run(Run(*run)) for run in runs)
+            more = ", ..." if job.num_runs > _SHOWN else ""
+            causal = " causal" if job.causal else ""
+            phantom = f" +{job.phantom} phantom" if job.phantom else ""
+            heads = f"head {job.head}" if job.heads == 1 else f"heads {job.head}+{job.heads}*{job.head_step}"
+            queries = _show_run(Run(job.start, job.step, job.count))
+            where = f"stage {job.stage}  batch {job.batch}  {heads}  key head {job.kv}"
+            lines.append(f"{where}  queries {queries} x keys {keys}{more}{causal}{phantom}")
+        if len(self) > _SHOWN:
+            lines.append(f"... and {len(self) - _SHOWN} more")
+        return "\n".join(lines)
+
+
+_SHOWN = 20
+
+
+def _show_run(run: Run) -> str:
+    step = "" if run.step == 1 else f":{run.step}"
+    times = "" if run.multiplicity == 1 else f" x{run.multiplicity}"
+    return f"{run.start}..{run.start + (run.count - 1) * run.step}{step}{times}"
+
+
+def expand_ranges(first: Tensor, count: Tensor) -> Tensor:
+    """first[0], first[0] + 1, ..., then those of the next: `count` of each."""
+    inside = torch.arange(int(count.sum())) - torch.repeat_interleave(count.cumsum(0) - count, count)
+    return torch.repeat_interleave(first, count) + inside
+
+
+def rows_within(start: Tensor, step: int, end: Tensor, window: Range) -> tuple[Tensor, Tensor]:
+    """(first, number) of the rows start + j * step < end that lie in a window of positions."""
+    stop = torch.clamp(end, max=window[1])
+    first = torch.clamp(-((start - window[0]) // step), min=0)
+    after = torch.clamp(-((start - stop) // step), min=0)
+    return first, torch.clamp(after - first, min=0)
+
+
+def bytes_a_row(d: int, itemsize: int) -> int:
+    """Of a query or key row: packed inputs and results of a backward pass, half precision as float32.
+
+    Forward, with half of them, keeps to the same jobs: they stay in cache.
+    """
+    return d * 4 * max(4, itemsize)
+
+
+def even_parts(total: int, at_most: int) -> list[tuple[int, int]]:
+    """Cuts `total` into the fewest parts of at most `at_most`, as even as possible: (start, count)."""
+    if total < 1:
+        return []
+    size = -(-total // -(-total // max(1, at_most)))
+    return [(start, min(size, total - start)) for start in range(0, total, size)]
+
+
+def make_plan(
+    tables: Sequence[tuple[Tensor, Tensor]], shape: Shape, regions: tuple[Region, ...], **facts: Any
+) -> Plan:
+    """One plan of tables (jobs, runs), each of which counts its runs from 0, in the order of the stages."""
+    if not tables:
+        return Plan(torch.empty(0, len(COLUMN), dtype=torch.int64), NO_RUNS, shape, regions, **facts)
+    jobs, shift = torch.cat([table for table, _ in tables]), 0
+    at = 0
+    for table, runs in tables:
+        jobs[at : at + len(table), COLUMN["first_run"]] += shift
+        at, shift = at + len(table), shift + len(runs)
+    num_stages = int(jobs[:, COLUMN["stage"]].max()) + 1 if len(jobs) else 1
+    order = torch.argsort(jobs[:, COLUMN["region"]] * num_stages + jobs[:, COLUMN["stage"]], stable=True)
+    return Plan(jobs[order], torch.cat([runs for _, runs in tables]), shape, regions, **facts)
+
+
+NO_RUNS = torch.empty(0, 4, dtype=torch.int64)
