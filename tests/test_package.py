@@ -115,7 +115,7 @@ def test_doors_hold_no_logic(door: str) -> None:
         ("spec.py", "from .plan import dilated", {"plan"}),
         ("plan/dilated.py", "from ..spec import DilatedSpec\nfrom .runs import Plan", set()),
         ("plan/dilated.py", "def f():\n    from .. import functional", {"functional"}),
-        ("merge.py", f"import {PACKAGE}.kernels.eager", {"kernels"}),
+        ("flex.py", f"import {PACKAGE}.kernels.eager", {"kernels"}),
         ("functional.py", "from .reference import dilated_attention_reference", {"reference"}),
         ("functional.py", f"from {PACKAGE} import DilatedAttention", {"__init__"}),
         ("bench/run.py", "from ..reference import dilated_attention_reference", set()),

@@ -122,7 +122,8 @@ def workspace_peak(call: Call, direction: Pass) -> int:
     sums = 0  # in float32 beside half-precision results: out, or dq, dk and dv, of the largest region
     if call.dtype.itemsize < 4:
         of_keys = max(region.batch[1] * region.time[1] * region.kv[1] for region in plan.regions)
-        sums = of_keys * (call.shape.h // call.shape.h_kv) + (2 * of_keys if direction == "backward" else 0)
+        of_queries = 0 if plan.is_one_stage else of_keys * (call.shape.h // call.shape.h_kv)
+        sums = of_queries + (2 * of_keys if direction == "backward" else 0)
         sums *= call.shape.d * call.wide
     if direction == "forward":
         return 2 * queries + 2 * keys + sums  # q, k, v; out
