@@ -70,6 +70,7 @@ def _sum_bytes(call: Call, plan: Plan, direction: Pass) -> int:
     row = call.shape.d * call.wide
     keys = max(region.batch[1] * region.time[1] * region.kv[1] for region in plan.regions)
     queries = keys * (call.shape.h // call.shape.h_kv)
+    queries = 0 if plan.is_one_stage else queries  # what is met once is written as it is
     return row * (queries if direction == "forward" else queries + 2 * keys)
 
 

@@ -16,6 +16,9 @@ from .merge import add_null_keys, merge_
 from .rows import WHOLE, Axis, Blocks, Numbered, Origin, Rows, fold, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
+SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to a common one
+MANY_SHAPES = 16  # from which on that is considered
+LEAST_GAIN = 2  # times fewer shapes that it must leave
 FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
 
 
@@ -56,6 +59,15 @@ _SHAPE = (
 )
 
 
+_LENGTHS = [_SHAPE.index("count"), len(_SHAPE)]  # of queries and of keys
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    """Rounded up to few different lengths, by at most a quarter from 16 on."""
+    step = torch.exp2((lengths.double().log2().floor() - 2).clamp_min(2)).long()
+    return -(-lengths // step) * step
+
+
 def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
     if not len(plan):
         return
@@ -67,6 +79,13 @@ def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Bat
         common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
     shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
     kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
+    if not size and len(kinds) > MANY_SHAPES:
+        lengths = shapes[:, _LENGTHS]
+        is_short = (lengths <= SHORT).all(1, keepdim=True)
+        shapes[:, _LENGTHS] = torch.where(is_short, _padded(lengths), lengths)
+        padded = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
+        if LEAST_GAIN * len(padded[0]) < len(kinds):
+            kinds, which, sizes = padded
     members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
     for kind, those in zip(kinds.tolist(), members, strict=True):
         region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
@@ -91,6 +110,14 @@ def _run_rows(
     names = ("batch", "start", "head", "kv")
     first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
     places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
+    counts, key_counts = jobs[:, COLUMN["count"]], plan.key_counts[those]
+    if bool((counts < inner[1][0]).any() | (key_counts < num_keys).any()):
+        for part, count, key_count in zip(
+            *(torch.split(x, _even(len(places), fit)) for x in (places, counts, key_counts)), strict=True
+        ):
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]], None, key_count)
+            yield Rows((0, 0, 0), (), inner, part[:, :3], None, count), (Keys(keys, is_causal),)
+        return
     boxes = list(fold(places))
     if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
         for part in torch.split(places, _even(len(places), fit)):
@@ -153,16 +180,23 @@ class _Keys:
     """The keys and values of a call, which chunks of remote ones stand in for."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.mask = None
+        self.inputs, self.mask = inputs, None
+        self.numbered = Numbered()  # of the keys gathered last
         if inputs.key_mask is not None:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
 
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs, mask, numbered = self.inputs, self.mask, Numbered()
+        self.numbered = numbered
         k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
         v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
-        return k, v, None if mask is None else rows.read("mask", mask, inputs.workspace, torch.bool)
+        return (
+            k,
+            v,
+            None
+            if mask is None
+            else rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered),
+        )
 
 
 def _tile_dtype(op: Op, inputs: Inputs) -> torch.dtype:
@@ -176,10 +210,13 @@ def _pack(
     k, v, mask = keys.gather(part.rows, batch.branch, dtype)
     if mask is not None and bool(mask.all()):
         mask = None
-    if mask is not None and not inputs.hides_zeros:
+    if mask is not None:
         # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
         hidden = ~mask.unsqueeze(-1)
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    real = None if part.is_causal else part.rows.is_real(k.device)
+    if real is not None:  # no causal row sees what is behind it
+        mask = real if mask is None else mask & real
     dropout = None
     if inputs.dropout_p:
         _, n, h, _ = inputs.q.shape
@@ -236,7 +273,8 @@ def _attend(
     out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
     dtype = _tile_dtype(op, inputs)
     for batch in batches:
-        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype)
+        numbered = Numbered()
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, numbered=numbered)
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
             part, lse_part = part.to(inputs.accumulate_dtype), lse_part
@@ -244,10 +282,10 @@ def _attend(
         if batch.phantom:
             part, lse_part = add_null_keys(part, lse_part, batch.phantom)
         if batch.opens_queries or (alone and batch.opens_branch):
-            batch.queries.write(out, part, origin)
-            batch.queries.write(lse, lse_part, origin)
+            batch.queries.write(out, part, origin, numbered)
+            batch.queries.write(lse, lse_part, origin, numbered)
         else:
-            batch.queries.merge(out, lse, part, lse_part, origin)
+            batch.queries.merge(out, lse, part, lse_part, origin, numbered)
         del part, lse_part  # or the next results would need fresh memory beside these
 
 
@@ -309,13 +347,13 @@ def backward(
     return dq_result, dk_result, dv_result
 
 
-def _put(rows: Rows, block: _Block, part: Tensor, opens: bool) -> None:
+def _put(rows: Rows, block: _Block, part: Tensor, opens: bool, numbered: Numbered) -> None:
     if block.blocks is not None:
-        rows.add_blocks(block.blocks, part, block.origin)
+        rows.add_blocks(block.blocks, part, block.origin, numbered)
     elif opens:
-        rows.write(block.x, part, block.origin)
+        rows.write(block.x, part, block.origin, numbered)
     else:
-        rows.add(block.x, part, block.origin)
+        rows.add(block.x, part, block.origin, numbered)
 
 
 def _put_gradients(
@@ -328,28 +366,37 @@ def _put_gradients(
     sums: list[_Block],
 ) -> None:
     """A batch's share of dq and, if they are among the sums, dk and dv; `out` is what backward subtracts."""
-    rows, workspace, dtype = batch.queries, inputs.workspace, _tile_dtype(op, inputs)
-    q = rows.read("query", inputs.q, workspace, dtype)
-    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
-    # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf).
+    rows, workspace, dtype, wide = (
+        batch.queries,
+        inputs.workspace,
+        _tile_dtype(op, inputs),
+        inputs.accumulate_dtype,
+    )
+    numbered = Numbered()
+    q = rows.read("query", inputs.q, workspace, dtype, numbered=numbered)
+    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, wide, numbered=numbered)
+    # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf). So must padding.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    packed_out = rows.read("out", out.x, workspace, dtype, out.origin)
-    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype)
+    real = rows.is_real(lse.device)
+    lse = lse if real is None else lse.masked_fill_(~real, math.inf)
+    packed_out = rows.read("out", out.x, workspace, dtype, out.origin, numbered)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, numbered=numbered)
     grad_lse = None
     if merged.grad_lse is not None:
-        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
+        given = merged.grad_lse.transpose(1, 2)
+        grad_lse = rows.read("grad_lse", given, workspace, wide, numbered=numbered)
     dq = None
     for part in batch.keys:
         k, v, how = _pack(batch, part, dtype, inputs, keys)
         d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
-        dq = d_q if dq is None else dq.to(inputs.accumulate_dtype).add_(d_q)
+        dq = d_q if dq is None else dq.to(wide).add_(d_q)
         if isinstance(keys, _Keys):
-            _put(part.rows, sums[1], d_k, batch.opens_keys)
-            _put(part.rows, sums[2], d_v, batch.opens_keys)
+            for total, gradient in zip(sums[1:], (d_k, d_v), strict=True):
+                _put(part.rows, total, gradient, batch.opens_keys, keys.numbered)
         else:
             keys.add(part.rows, batch.branch, d_k, d_v)
     assert dq is not None
-    _put(rows, sums[0], dq, batch.opens_queries)
+    _put(rows, sums[0], dq, batch.opens_queries, numbered)
 
 
 def _outputs(

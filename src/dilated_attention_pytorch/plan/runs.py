@@ -8,7 +8,7 @@ attention are planners that fill these tables; kernels take a whole plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -146,6 +146,9 @@ class Plan:
         for table in (self.jobs, self.runs):
             state.update(bytes(table.cpu().contiguous().view(torch.uint8).flatten().tolist()))
         return state.digest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"by_kernel": {}}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
