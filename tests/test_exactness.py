@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import DilatedSpec, dilated_attention
 from dilated_attention_pytorch.core import get_global_pattern_cache
-from dilated_attention_pytorch.kernels import stock
+from dilated_attention_pytorch.kernels import batches
 from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
@@ -107,25 +107,25 @@ def test_eager_kernel(config: Configuration) -> None:
 def test_many_documents(config: Configuration, dtype: torch.dtype) -> None:
     """Wherever shapes differ they are padded to common ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stock, "MANY_SHAPES", 1)
-        patch.setattr(stock, "LEAST_GAIN", 1)
+        patch.setattr(batches, "MANY_SHAPES", 1)
+        patch.setattr(batches, "LEAST_GAIN", 1)
         get_global_pattern_cache().clear()  # plans keep their batches
         check_against_reference(config, dtype)
     get_global_pattern_cache().clear()
 
 
 def test_short_documents_of_many_lengths_run_together_and_others_as_they_lie() -> None:
-    def batches_of(bounds: tuple[int, ...]) -> list[stock.Batch]:
+    def batches_of(bounds: tuple[int, ...]) -> list[batches.Batch]:
         spec, shape = DilatedSpec([64, 128], [1, 2]), Shape(1, bounds[-1], 4, 4, 8)
         plan = plan_dilated(spec, shape, itemsize=4, docs=bounds)
-        return [batch for _, each in stock.batches_of(plan, 4) for batch in each]
+        return [batch for _, each in batches.batches_of(plan, 4) for batch in each]
 
     for bounds in ((0, 5, 9, 20), tuple(range(0, 2001, 10)), tuple(accumulate([0, 900, 1400] * 20))):
         assert all(batch.queries.counts is None for batch in batches_of(bounds))
     lengths = torch.randint(1, 120, (500,), generator=torch.Generator().manual_seed(0))
-    batches = batches_of((0, *lengths.cumsum(0).tolist()))
-    assert len(batches) < 60
-    for batch in batches:
+    found = batches_of((0, *lengths.cumsum(0).tolist()))
+    assert len(found) < 60
+    for batch in found:
         if batch.queries.counts is not None:  # at most a quarter is padding, or a few rows
             real = batch.queries.counts
             assert (batch.queries.shape[2] - real <= (real // 4).clamp(min=3)).all()

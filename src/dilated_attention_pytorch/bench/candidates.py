@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import functional
 from ..core import AttentionBufferManager, reset_global_pattern_cache
-from ..kernels.stock import batches_of
+from ..kernels.batches import batches_of
 from ..plan import Plan, Shape, plan_dilated
 from ..spec import Execution
 from .cases import PoolCase, TimeCase

@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from ..kernels import Request, choose_kernel
-from ..kernels.stock import batches_of
+from ..kernels.batches import batches_of
 from ..plan import Pass, Plan
 from .call import Call
 
