@@ -43,7 +43,7 @@ from dilated_attention_pytorch.bench.gate import accept
 from dilated_attention_pytorch.bench.measure import Measured, interleave, measure_in_child, read_status
 from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.core import reset_global_pattern_cache
-from dilated_attention_pytorch.kernels.stock import batches_of
+from dilated_attention_pytorch.kernels.batches import batches_of
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
 from dilated_attention_pytorch.spec import branches_for
 

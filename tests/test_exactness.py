@@ -6,13 +6,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedSpec, dilated_attention
-from dilated_attention_pytorch.packed import group_documents
+from dilated_attention_pytorch.core import get_global_pattern_cache
+from dilated_attention_pytorch.kernels import batches
+from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
@@ -102,16 +105,30 @@ def test_eager_kernel(config: Configuration) -> None:
 @settings(max_examples=40)
 @given(many_documents(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_many_documents(config: Configuration, dtype: torch.dtype) -> None:
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal, tail=config.tail)
-    assert config.docs is not None
-    assert group_documents(config.docs, spec, 100).batches
-    check_against_reference(config, dtype)
+    """Wherever shapes differ they are padded to common ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "MANY_SHAPES", 1)
+        patch.setattr(batches, "LEAST_GAIN", 1)
+        get_global_pattern_cache().clear()  # plans keep their batches
+        check_against_reference(config, dtype)
+    get_global_pattern_cache().clear()
 
 
-def test_few_or_long_or_equal_documents_are_taken_as_they_lie() -> None:
-    spec = DilatedSpec([64], [1])
+def test_short_documents_of_many_lengths_run_together_and_others_as_they_lie() -> None:
+    def batches_of(bounds: tuple[int, ...]) -> list[batches.Batch]:
+        spec, shape = DilatedSpec([64, 128], [1, 2]), Shape(1, bounds[-1], 4, 4, 8)
+        plan = plan_dilated(spec, shape, itemsize=4, docs=bounds)
+        return [batch for _, each in batches.batches_of(plan, 4) for batch in each]
+
     for bounds in ((0, 5, 9, 20), tuple(range(0, 2001, 10)), tuple(accumulate([0, 900, 1400] * 20))):
-        assert not group_documents(bounds, spec, 1000).batches
+        assert all(batch.queries.counts is None for batch in batches_of(bounds))
+    lengths = torch.randint(1, 120, (500,), generator=torch.Generator().manual_seed(0))
+    found = batches_of((0, *lengths.cumsum(0).tolist()))
+    assert len(found) < 60
+    for batch in found:
+        if batch.queries.counts is not None:  # at most a quarter is padding, or a few rows
+            real = batch.queries.counts
+            assert (batch.queries.shape[2] - real <= (real // 4).clamp(min=3)).all()
 
 
 def test_grouped_documents_repeat_their_dropout_and_hold_their_nan() -> None:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernels import Request, choose_kernel
-from .kernels.stock import batches_of
+from .kernels.batches import batches_of
 from .plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
 from .spec import DilatedSpec
 

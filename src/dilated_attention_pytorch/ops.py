@@ -22,14 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from . import packed
 from .checks import autocasts, document_bounds
 from .core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
 from .core.workspace import Workspace
 from .kernels import Inputs, Kernel, Merged, Request, choose_kernel
-from .packed import Documents, group_documents
 from .plan import (
     BYTES_A_THREAD,
     DEFAULT_WORKSPACE_BYTES,
@@ -42,7 +40,6 @@ from .plan import (
     plan_blocks,
     plan_dilated,
 )
-from .plan.dilated import digest
 from .spec import SPEC_FIELDS, DilatedSpec, Execution, SparsePatternConfig
 
 _FRESH = Execution()
@@ -100,8 +97,7 @@ def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace
     request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
-    how = options.scale, options.dropout_p, drawn, workspace, options.workspace_bytes
-    return kernel, Inputs(q, k, v, key_mask, *how)
+    return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
 
 
 class Dilated(NamedTuple):
@@ -119,61 +115,29 @@ class Dilated(NamedTuple):
     ) -> Any:
         """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
         direction: Pass = "forward" if merged is None else "backward"
-        documents = self._documents(options, inputs, tensors.cu_seqlens)
-        if documents.batches:
-            make_plan = partial(self._plan, options, direction, inputs.q.element_size())
-            if merged is None:
-                return packed.forward(documents, kernel, make_plan, inputs)
-            return packed.backward(documents, kernel, make_plan, inputs, merged)
-        plan = self._whole_plan(options, tensors, direction)
+        plan = self._plan(options, tensors, direction)
         return kernel.forward(plan, inputs) if merged is None else kernel.backward(plan, inputs, merged)
 
     def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
         """How many matrix products a pass computes, and over how many pairs of rows each of them goes."""
         attends_again = 2 if self.spec.detach_mixing else 0
         num = 2 if direction == "forward" else 5 + attends_again
-        return num, self._whole_plan(options, tensors, direction).num_pairs
+        return num, self._plan(options, tensors, direction).num_pairs
 
-    def _whole_plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+    def _plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
         b, n, h, d = tensors.q.shape
-        docs = None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, n)
-        shape = Shape(b, n, h, tensors.k.shape[2], d)
-        return self._plan(options, direction, tensors.q.element_size(), shape, docs)
-
-    def _plan(
-        self,
-        options: RunOptions,
-        direction: Pass,
-        itemsize: int,
-        shape: Shape,
-        docs: tuple[int, ...] | None = None,
-    ) -> Plan:
-        first, total = self.head_slice or (0, shape.h)
+        first, total = self.head_slice or (0, h)
         return plan_dilated(
             self.spec,
-            shape,
-            itemsize=itemsize,
+            Shape(b, n, h, tensors.k.shape[2], d),
+            itemsize=tensors.q.element_size(),
             direction=direction,
-            docs=docs,
+            docs=None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, n),
             workspace_bytes=options.workspace_bytes,
             cache=get_global_pattern_cache() if options.use_pattern_cache else None,
             steps=self.steps,
-            shard=Shard(shape.n, 0, total, first),
+            shard=Shard(n, 0, total, first),
         )
-
-    def _documents(self, options: RunOptions, inputs: Inputs, cu_seqlens: Tensor | None) -> Documents:
-        if cu_seqlens is None:
-            return Documents(())
-        _, n, h, d = inputs.q.shape
-        bounds = document_bounds(cu_seqlens, n)
-        row_bytes = 2 * (h + inputs.k.shape[2]) * d * inputs.q.element_size()
-        rows_fit = options.workspace_bytes // (4 * row_bytes)  # beside the tiles, and measured as fastest
-        build = partial(group_documents, bounds, self.spec, rows_fit)
-        if not options.use_pattern_cache:
-            return build()
-        key = ("documents", digest(bounds), self.spec.is_causal, self.spec.tail, rows_fit)
-        documents: Documents = get_global_pattern_cache().get_or_build(key, build)
-        return documents
 
 
 class BlockSparse(NamedTuple):
@@ -301,10 +265,8 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
         return work.run(sized, tensors, *attention_inputs(sized, tensors, workspace), merged)
 
     device = tensors.q.device
-    # Of packed documents the masks of dropout depend on how many run together.
-    shrinks = not options.dropout_p or tensors.cu_seqlens is None
     with without_autocast(device):
-        return run_with_memory(options.memory, options.workspace_bytes, device, attend, may_shrink=shrinks)
+        return run_with_memory(options.memory, options.workspace_bytes, device, attend)
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -228,7 +228,7 @@ def backward_makes_room_or_says_so() -> None:
 
 
 @case
-def dropout_keeps_its_tiles() -> None:
+def dropout_is_the_same_in_smaller_batches() -> None:
     x, options = inputs(LONG // 4), {"dropout": 0.5, "workspace_bytes": 16 * MIB}
 
     def attend_seeded(module: DilatedAttention) -> Tensor:
@@ -248,11 +248,11 @@ def dropout_keeps_its_tiles() -> None:
     assert freed.nbytes == [100 * MIB]
     pool.reset()
     freed.nbytes.clear()
-    with free_memory(20 * MIB):  # enough for the results, and for smaller tiles
-        error = expect_out_of_memory(lambda: attend_seeded(pooled))
-        assert type(error) is torch.OutOfMemoryError
-        attend_seeded(make(**{**options, "workspace_bytes": MIB // 4}))
-    assert len(freed.nbytes) == 2
+    with free_memory(20 * MIB):  # enough for the results, and for smaller batches
+        expect_out_of_memory(lambda: attend_seeded(plain))
+        actual = attend_seeded(pooled)
+    torch.testing.assert_close(actual, expected)
+    assert len(freed.nbytes) >= 2
     assert_same(attend_seeded(pooled), expected)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedSpec
 from dilated_attention_pytorch.core import PatternCache
-from dilated_attention_pytorch.kernels.stock import MAX_JOBS
+from dilated_attention_pytorch.kernels.batches import MAX_JOBS
 from dilated_attention_pytorch.plan import Plan, Region, Run, Shape, Shard, plan_crossing, plan_dilated
 from dilated_attention_pytorch.plan.dilated import MAX_ROWS, Head, branch_heads, branch_units
 from dilated_attention_pytorch.plan.runs import COLUMN, bytes_a_row, even_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.stock import batches_of
+from dilated_attention_pytorch.kernels.batches import batches_of
 from dilated_attention_pytorch.plan import Job, Plan
 
 

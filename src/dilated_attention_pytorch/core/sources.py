@@ -45,13 +45,11 @@ def run_with_memory(
     workspace_bytes: int,
     device: torch.device,
     attend: Callable[[int, Workspace], _T],
-    *,
-    may_shrink: bool,
 ) -> _T:
     """`attend(workspace_bytes, workspace)` with a workspace of the named source.
 
-    A call with pooled memory that runs out of it frees all that is idle and tries again, then, if it
-    `may_shrink`, in smaller tiles.
+    A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller
+    batches.
     """
     lend = find_source(memory)
     if lend is None:
@@ -59,8 +57,7 @@ def run_with_memory(
     if not retries(memory):
         with lend(device) as workspace:
             return attend(workspace_bytes, workspace)
-    smaller = (workspace_bytes // 8, workspace_bytes // 64) if may_shrink else ()
-    for size in (workspace_bytes, workspace_bytes, *smaller):
+    for size in (workspace_bytes, workspace_bytes, workspace_bytes // 8, workspace_bytes // 64):
         try:
             with lend(device) as workspace:
                 return attend(max(1, size), workspace)
@@ -69,9 +66,7 @@ def run_with_memory(
                 raise
             failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
         release_idle_memory()
-    tried = "after all idle buffers were freed"
-    if smaller:
-        tried += f" and tiles cut to {describe_bytes(size)}"
+    tried = f"after all idle buffers were freed and batches cut to {describe_bytes(size)}"
     raise out_of_memory(failure, device, tried) from failure
 
 

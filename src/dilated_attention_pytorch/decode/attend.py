@@ -88,7 +88,7 @@ class Stream:
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
         kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
-        inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace(), self.workspace_bytes)
+        inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace())
         shape, shard = inputs.shape, Shard(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(
             self.spec,

@@ -79,8 +79,6 @@ class Inputs:
     dropout_p: float
     seed: int
     workspace: Workspace
-    workspace_bytes: int
-    hides_zeros: bool = False  # keys and values that key_mask hides are zeros already
 
     @property
     def shape(self) -> Shape:

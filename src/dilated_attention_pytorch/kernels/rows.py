@@ -15,9 +15,11 @@ from ..plan.runs import Plan
 from .merge import merge_
 
 Step = tuple[int, int, int]  # in (batch, time, head)
-Numbered = dict[Step, Tensor]
 Axis = tuple[int, Step]  # (size, step)
 Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
+Numbered = dict[
+    tuple[Step, Origin], Tensor
+]  # the numbers of rows in tensors of some steps, once they are known
 WHOLE: Origin = (0, 0, 0)
 
 
@@ -90,7 +92,8 @@ class Rows:
     """Rows (jobs, *inner) of a tensor (b, n, heads, ...), counted in its first three axes.
 
     `axes` unfold the jobs, evenly spaced from `first` on; or `firsts` (jobs, 3) lists where they begin. With
-    `blocks`, the rows of a job are those of several blocks of time.
+    `blocks`, the rows of a job are those of several blocks of time. With `counts` (jobs,) a job has only so
+    many of the rows; its last one is read in place of the others, which are not written.
     """
 
     first: Step
@@ -98,6 +101,7 @@ class Rows:
     inner: tuple[Axis, ...]
     firsts: Tensor | None = None
     blocks: Blocks | None = None
+    counts: Tensor | None = None
 
     @property
     def places(self) -> Tensor:
@@ -135,9 +139,36 @@ class Rows:
             times = self.blocks.times(self.inner[-1][0], device)
             times = times * steps[1] if steps[1] != 1 else times
             return (times + index.to(device).unsqueeze(-1)).flatten()
-        for size, step in self.inner:
-            index = index.unsqueeze(-1) + torch.arange(size) * _dot(step, steps)
-        return index.flatten().to(device)
+        (heads, head_step), (count, step) = self.inner
+        rows = torch.arange(count)
+        if self.counts is not None:
+            rows = torch.minimum(rows, self.counts[:, None, None] - 1)
+        index = index[:, None] + torch.arange(heads) * _dot(head_step, steps)
+        return (index.unsqueeze(-1) + rows * _dot(step, steps)).flatten().to(device)
+
+    def is_real(self, device: torch.device | None = None) -> Tensor | None:
+        """(jobs, 1, rows): False where a job has fewer rows; None if all have all."""
+        if self.counts is None:
+            return None
+        return (torch.arange(self.inner[-1][0]) < self.counts[:, None, None]).to(device)
+
+    def _find(self, steps: Step, origin: Origin, device: torch.device, numbered: Numbered | None) -> Tensor:
+        if numbered is None:
+            return self.numbers(steps, origin, device)
+        if (steps, origin) not in numbered:
+            numbered[steps, origin] = self.numbers(steps, origin, device)
+        return numbered[steps, origin]
+
+    def _to_write(
+        self, steps: Step, packed: Tensor, origin: Origin, numbered: Numbered | None
+    ) -> tuple[Tensor, Tensor]:
+        """The numbers of the rows that are there, and their packed values as lines."""
+        index = self._find(steps, origin, packed.device, numbered)
+        lines, real = packed.reshape(index.numel(), -1), self.is_real(packed.device)
+        if real is None:
+            return index, lines
+        kept = real.expand(self.shape).flatten().nonzero()[:, 0]
+        return index[kept], lines.index_select(0, kept)  # faster than lines[kept]
 
     def read(
         self,
@@ -150,7 +181,7 @@ class Rows:
     ) -> Tensor:
         """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed.
 
-        `numbered` keeps the numbers of rows for another tensor of the same strides.
+        `numbered` keeps the numbers of rows for other tensors of the same strides.
         """
         shape = (*self.shape, *x.shape[3:])
         if self.firsts is None:
@@ -161,22 +192,22 @@ class Rows:
             packed.view(view.shape).copy_(view)
             return packed
         flat = FlatRows.of(x)
-        numbered = {} if numbered is None else numbered
-        if flat.steps not in numbered:
-            numbered[flat.steps] = self.numbers(flat.steps, origin, x.device)
-        return flat.read(slot, numbered[flat.steps], workspace, dtype).view(shape)
+        index = self._find(flat.steps, origin, x.device, numbered)
+        return flat.read(slot, index, workspace, dtype).view(shape)
 
-    def write(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
+    def write(
+        self, x: Tensor, packed: Tensor, origin: Origin = WHOLE, numbered: Numbered | None = None
+    ) -> None:
         """The rows of `x` take the packed values."""
         if self.firsts is None:
             view = self.view(x, origin)
             view.copy_(packed.view(view.shape))
             return
         flat = FlatRows.of(x)
-        index = self.numbers(flat.steps, origin, x.device)
-        flat.rows.index_copy_(0, index, packed.reshape(index.numel(), -1).to(x.dtype))
+        index, lines = self._to_write(flat.steps, packed, origin, numbered)
+        flat.rows.index_copy_(0, index, lines.to(x.dtype))
 
-    def add_blocks(self, sums: Tensor, packed: Tensor, origin: Origin) -> None:
+    def add_blocks(self, sums: Tensor, packed: Tensor, origin: Origin, numbered: Numbered) -> None:
         """Adds rows (jobs, 1, rows, d) of blocks to sums (b, heads, blocks, size, d), from `origin` on.
 
         Whole blocks are added, since rows would take a step each. Jobs may have blocks in common.
@@ -184,39 +215,51 @@ class Rows:
         assert self.blocks is not None
         assert self.firsts is not None
         _, heads, num, size, d = sums.shape
-        blocks = self.blocks.numbers(sums.device)
-        missing = blocks.shape[1] * size - self.blocks.skip - packed.shape[2]
+        key = ((heads * num, -1, num), origin)  # no tensor of rows has such steps
+        if key not in numbered:
+            blocks = self.blocks.numbers(sums.device)
+            batch, _, head = (self.firsts - torch.tensor(origin)).to(sums.device).unbind(1)
+            first = self.blocks.plan.unit[1] // size
+            numbered[key] = ((batch * heads + head)[:, None] * num + blocks - first).flatten()
+        index = numbered[key]
+        missing = index.numel() // len(self.firsts) * size - self.blocks.skip - packed.shape[2]
         if self.blocks.skip or missing:
             packed = torch.nn.functional.pad(packed, (0, 0, self.blocks.skip, missing))
-        batch, _, head = (self.firsts.to(sums.device) - torch.tensor(origin, device=sums.device)).unbind(1)
-        first = self.blocks.plan.unit[1] // size
-        index = (batch * heads + head)[:, None] * num + blocks - first
-        rows = sums.view(-1, size * d)
-        rows.index_add_(0, index.flatten(), packed.reshape(-1, size * d).to(sums.dtype))
+        sums.view(-1, size * d).index_add_(0, index, packed.reshape(-1, size * d).to(sums.dtype))
 
-    def add(self, x: Tensor, packed: Tensor, origin: Origin = WHOLE) -> None:
+    def add(
+        self, x: Tensor, packed: Tensor, origin: Origin = WHOLE, numbered: Numbered | None = None
+    ) -> None:
         """The packed values are added to the rows of `x`."""
         if self.firsts is None:
             view = self.view(x, origin)
             view.add_(packed.view(view.shape))
             return
         flat = FlatRows.of(x)
-        index = self.numbers(flat.steps, origin, x.device)
-        flat.rows.index_add_(0, index, packed.reshape(index.numel(), -1).to(x.dtype))
+        index, lines = self._to_write(flat.steps, packed, origin, numbered)
+        flat.rows.index_add_(0, index, lines.to(x.dtype))
 
-    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, origin: Origin) -> None:
+    def merge(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        part: Tensor,
+        part_lse: Tensor,
+        origin: Origin,
+        numbered: Numbered | None = None,
+    ) -> None:
         """Continues the softmax of the rows of out (b, n, heads, d) and lse (b, n, heads)."""
         if self.firsts is None:
             rows, lse_rows = self.view(out, origin), self.view(lse, origin)
             merge_(rows, lse_rows, part.view(rows.shape), part_lse.view(lse_rows.shape))
             return
         flat, flat_lse = FlatRows.of(out), FlatRows.of(lse)
-        index = self.numbers(flat.steps, origin, out.device)
-        lse_index = self.numbers(flat_lse.steps, origin, out.device)
-        rows, lse_rows = flat.rows[index], flat_lse.rows[lse_index].squeeze(-1)
-        merge_(rows, lse_rows, part.reshape(rows.shape), part_lse.reshape(lse_rows.shape))
+        index, lines = self._to_write(flat.steps, part, origin, numbered)
+        lse_index, lse_lines = self._to_write(flat_lse.steps, part_lse, origin, numbered)
+        rows, lse_rows = flat.rows.index_select(0, index), flat_lse.rows.index_select(0, lse_index)
+        merge_(rows, lse_rows.squeeze(-1), lines, lse_lines.squeeze(-1))
         flat.rows.index_copy_(0, index, rows)
-        flat_lse.rows.index_copy_(0, lse_index, lse_rows.unsqueeze(-1))
+        flat_lse.rows.index_copy_(0, lse_index, lse_rows)
 
 
 def _dot(a: Step, b: Step) -> int:

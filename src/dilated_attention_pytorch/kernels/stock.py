@@ -10,159 +10,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
+from ..plan.runs import Plan, Region
+from .batches import Batch, Keys, batches_of
 from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
 from .merge import add_null_keys, merge_
-from .rows import WHOLE, Axis, Blocks, Numbered, Origin, Rows, fold, split_box
-
-MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
-FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
-
-
-class Keys(NamedTuple):
-    """Keys (jobs, 1, rows) that an op attends at a time; causal ones are at the queries' own positions."""
-
-    rows: Rows
-    is_causal: bool
-
-
-class Batch(NamedTuple):
-    """Jobs of one shape that are attended together: queries (jobs, heads, rows) with their keys."""
-
-    queries: Rows
-    keys: tuple[Keys, ...]
-    branch: int
-    phantom: int
-    opens_branch: bool  # no earlier job of the branch met these query rows
-    opens_queries: bool  # nor of any other branch
-    opens_keys: bool
-
-
-def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
-    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
-    budget, each_row = plan.budget, bytes_a_row(plan.shape.d, itemsize)
-    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
-    if known is None:
-        found: list[list[Batch]] = [[] for _ in plan.regions]
-        for region, batch in _batches(plan, budget, each_row):
-            found[region].append(batch)
-        known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
-    return known
-
-
-_SHAPE = (
-    *("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom"),
-    *("opens_branch", "opens_queries", "opens_keys"),
-)
-
-
-def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
-    if not len(plan):
-        return
-    jobs, size = plan.jobs, plan.unit[0]
-    first, num = jobs[:, COLUMN["first_run"]], jobs[:, COLUMN["num_runs"]]
-    # What the keys of a batch have in common: their step, or the number of their blocks and where they begin.
-    common = [plan.runs[first, 1]]
-    if size:
-        common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
-    shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
-    kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
-    members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
-    for kind, those in zip(kinds.tolist(), members, strict=True):
-        region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
-        inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
-        budget_rows = budget // row_bytes
-        rows = _block_rows if size else _run_rows
-        for queries, keys in rows(plan, those, budget_rows, inner, bool(causal), *kind[len(_SHAPE) :]):
-            yield region, Batch(queries, keys, branch, phantom, *map(bool, opens))
-
-
-Axes = tuple[Axis, ...]
-Found = Iterator[tuple[Rows, tuple[Keys, ...]]]
-
-
-def _run_rows(
-    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, key_step: int
-) -> Found:
-    """Where the queries and keys of jobs with one run of keys each lie, at most `budget` rows together."""
-    jobs = plan.jobs[those]
-    fit = max(1, min(MAX_JOBS, budget // (inner[0][0] * inner[1][0] + num_keys)))
-    key_inner = ((1, (0, 0, 0)), (num_keys, (0, key_step, 0)))
-    names = ("batch", "start", "head", "kv")
-    first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
-    places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
-    boxes = list(fold(places))
-    if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
-        for part in torch.split(places, _even(len(places), fit)):
-            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]])
-            yield Rows((0, 0, 0), (), inner, part[:, :3]), (Keys(keys, is_causal),)
-        return
-    for whole in boxes:
-        for box in split_box(whole, fit):
-            batch, start, head, kv, key = box.values
-            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
-            key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
-            keys = Rows((batch, key, kv), key_axes, key_inner)
-            yield Rows((batch, start, head), axes, inner), (Keys(keys, is_causal),)
-
-
-def _block_rows(
-    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, *blocks: int
-) -> Found:
-    """The same for jobs with blocks of keys, which are attended as many at a time as fit."""
-    num, skip, last_skip = blocks
-    size, (heads, _), (count, _) = plan.unit[0], *inner
-    own = count if is_causal else 0
-    full, num = num_keys - own, num - is_causal
-    most = max(1, min(num, (budget - heads * count) // size))
-    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
-    for part in torch.split(those, _even(len(those), fit)):
-        jobs = plan.jobs[part]
-        firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
-        box = next(fold(firsts))
-        queries = Rows((0, 0, 0), (), inner, firsts)
-        if box.size == len(part):
-            axes = tuple((each, (step[0], step[1], step[2])) for each, step in box.axes)
-            queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
-        places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
-        places[:, 1] = 0  # blocks count time from 0
-        pieces = [(num, 1, last_skip, own, True)] if is_causal else []
-        for first in range(0, num, most):
-            skipped, here = skip if first == 0 else 0, min(most, num - first)
-            rows = min(full + skip - first * size, here * size) - skipped
-            pieces.append((first, here, skipped, rows, False))
-        yield (
-            queries,
-            tuple(
-                Keys(
-                    Rows(
-                        (0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)
-                    ),
-                    causal,
-                )
-                for *which, rows, causal in pieces
-            ),
-        )
-
-
-def _even(total: int, at_most: int) -> int:
-    return -(-total // -(-total // at_most))
+from .rows import WHOLE, Numbered, Origin, Rows
 
 
 class _Keys:
     """The keys and values of a call, which chunks of remote ones stand in for."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.mask = None
+        self.inputs, self.mask = inputs, None
+        self.numbered = Numbered()  # of the keys gathered last
         if inputs.key_mask is not None:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
 
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs, mask, numbered = self.inputs, self.mask, Numbered()
+        self.numbered = numbered
         k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
         v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
-        return k, v, None if mask is None else rows.read("mask", mask, inputs.workspace, torch.bool)
+        return (
+            k,
+            v,
+            None
+            if mask is None
+            else rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered),
+        )
 
 
 def _tile_dtype(op: Op, inputs: Inputs) -> torch.dtype:
@@ -176,10 +51,13 @@ def _pack(
     k, v, mask = keys.gather(part.rows, batch.branch, dtype)
     if mask is not None and bool(mask.all()):
         mask = None
-    if mask is not None and not inputs.hides_zeros:
+    if mask is not None:
         # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
         hidden = ~mask.unsqueeze(-1)
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    real = None if part.is_causal else part.rows.is_real(k.device)
+    if real is not None:  # no causal row sees what is behind it
+        mask = real if mask is None else mask & real
     dropout = None
     if inputs.dropout_p:
         _, n, h, _ = inputs.q.shape
@@ -236,7 +114,8 @@ def _attend(
     out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
     dtype = _tile_dtype(op, inputs)
     for batch in batches:
-        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype)
+        numbered = Numbered()
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, numbered=numbered)
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
             part, lse_part = part.to(inputs.accumulate_dtype), lse_part
@@ -244,10 +123,10 @@ def _attend(
         if batch.phantom:
             part, lse_part = add_null_keys(part, lse_part, batch.phantom)
         if batch.opens_queries or (alone and batch.opens_branch):
-            batch.queries.write(out, part, origin)
-            batch.queries.write(lse, lse_part, origin)
+            batch.queries.write(out, part, origin, numbered)
+            batch.queries.write(lse, lse_part, origin, numbered)
         else:
-            batch.queries.merge(out, lse, part, lse_part, origin)
+            batch.queries.merge(out, lse, part, lse_part, origin, numbered)
         del part, lse_part  # or the next results would need fresh memory beside these
 
 
@@ -283,16 +162,15 @@ def backward(
     for region, batches in batches_of(plan, inputs.q.element_size()):
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
-        sums = [block.wide(slot, inputs) for slot, block in zip(slots, blocks, strict=True)]
-        if plan.is_one_stage and remote is None:
-            sums[0] = blocks[0]
-        if plan.unit[0]:
-            sums[1:] = [
-                x.in_blocks(slot, plan, inputs) for slot, x in zip(slots[1:], blocks[1:], strict=True)
-            ]
-        for block, is_covered in zip(
-            sums, (plan.covers_queries, plan.covers_keys, plan.covers_keys), strict=True
-        ):
+        sums = list(blocks)
+        if not plan.is_one_stage or remote is not None:
+            sums[0] = blocks[0].wide(slots[0], inputs)
+        for i, block in enumerate(blocks[1:], 1):
+            sums[i] = (
+                block.in_blocks(slots[i], plan, inputs) if plan.unit[0] else block.wide(slots[i], inputs)
+            )
+        covered = (plan.covers_queries, plan.covers_keys, plan.covers_keys)
+        for block, is_covered in zip(sums, covered, strict=True):
             if not is_covered:
                 (block.x if block.blocks is None else block.blocks).zero_()
         for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):
@@ -309,13 +187,13 @@ def backward(
     return dq_result, dk_result, dv_result
 
 
-def _put(rows: Rows, block: _Block, part: Tensor, opens: bool) -> None:
+def _put(rows: Rows, block: _Block, part: Tensor, opens: bool, numbered: Numbered) -> None:
     if block.blocks is not None:
-        rows.add_blocks(block.blocks, part, block.origin)
+        rows.add_blocks(block.blocks, part, block.origin, numbered)
     elif opens:
-        rows.write(block.x, part, block.origin)
+        rows.write(block.x, part, block.origin, numbered)
     else:
-        rows.add(block.x, part, block.origin)
+        rows.add(block.x, part, block.origin, numbered)
 
 
 def _put_gradients(
@@ -328,28 +206,37 @@ def _put_gradients(
     sums: list[_Block],
 ) -> None:
     """A batch's share of dq and, if they are among the sums, dk and dv; `out` is what backward subtracts."""
-    rows, workspace, dtype = batch.queries, inputs.workspace, _tile_dtype(op, inputs)
-    q = rows.read("query", inputs.q, workspace, dtype)
-    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
-    # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf).
+    rows, workspace, dtype, wide = (
+        batch.queries,
+        inputs.workspace,
+        _tile_dtype(op, inputs),
+        inputs.accumulate_dtype,
+    )
+    numbered = Numbered()
+    q = rows.read("query", inputs.q, workspace, dtype, numbered=numbered)
+    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, wide, numbered=numbered)
+    # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf). So must padding.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    packed_out = rows.read("out", out.x, workspace, dtype, out.origin)
-    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype)
+    real = rows.is_real(lse.device)
+    lse = lse if real is None else lse.masked_fill_(~real, math.inf)
+    packed_out = rows.read("out", out.x, workspace, dtype, out.origin, numbered)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, numbered=numbered)
     grad_lse = None
     if merged.grad_lse is not None:
-        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, inputs.accumulate_dtype)
+        given = merged.grad_lse.transpose(1, 2)
+        grad_lse = rows.read("grad_lse", given, workspace, wide, numbered=numbered)
     dq = None
     for part in batch.keys:
         k, v, how = _pack(batch, part, dtype, inputs, keys)
         d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
-        dq = d_q if dq is None else dq.to(inputs.accumulate_dtype).add_(d_q)
+        dq = d_q if dq is None else dq.to(wide).add_(d_q)
         if isinstance(keys, _Keys):
-            _put(part.rows, sums[1], d_k, batch.opens_keys)
-            _put(part.rows, sums[2], d_v, batch.opens_keys)
+            for total, gradient in zip(sums[1:], (d_k, d_v), strict=True):
+                _put(part.rows, total, gradient, batch.opens_keys, keys.numbered)
         else:
             keys.add(part.rows, batch.branch, d_k, d_v)
     assert dq is not None
-    _put(rows, sums[0], dq, batch.opens_queries)
+    _put(rows, sums[0], dq, batch.opens_queries, numbered)
 
 
 def _outputs(

@@ -8,7 +8,7 @@ attention are planners that fill these tables; kernels take a whole plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -130,11 +130,19 @@ class Plan:
         """No row is met twice: results need no sums."""
         return not bool((self.column("opens_queries") == 0).any())
 
+    @cached_property
+    def _blocks(self) -> Tensor:
+        """(runs,): the number of the block that each run of keys is, or is a part of."""
+        size, shift = self.unit
+        return torch.div(self.runs[:, 0] + shift, size, rounding_mode="floor")
+
     def key_blocks(self, members: Tensor, first: int, num: int) -> Tensor:
         """(jobs, num): the numbers of some of the key blocks of jobs, from each one's `first` on."""
-        size, shift = self.unit
-        which = self.column("first_run")[members, None] + torch.arange(first, first + num)
-        return (self.runs[:, 0][which] + shift) // size
+        begin = self.column("first_run")[members] + first
+        step = int(begin[1] - begin[0]) if len(begin) > 1 else num
+        if step >= 0 and bool((begin.diff() == step).all()):
+            return self._blocks.as_strided((len(begin), num), (step, 1), int(begin[0]))
+        return self._blocks[begin[:, None] + torch.arange(num)]
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan with its tables on a device."""
@@ -146,6 +154,9 @@ class Plan:
         for table in (self.jobs, self.runs):
             state.update(bytes(table.cpu().contiguous().view(torch.uint8).flatten().tolist()))
         return state.digest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"by_kernel": {}}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest

@@ -1,0 +1,172 @@
+"""Which jobs of a plan run together: those of one shape, or nearly one, as many as fit the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
+from .rows import Axis, Blocks, Rows, fold, split_box
+
+MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
+SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to a common one
+MANY_SHAPES = 16  # from which on that is considered
+LEAST_GAIN = 2  # times fewer shapes that it must leave
+FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
+
+
+class Keys(NamedTuple):
+    """Keys (jobs, 1, rows) that an op attends at a time; causal ones are at the queries' own positions."""
+
+    rows: Rows
+    is_causal: bool
+
+
+class Batch(NamedTuple):
+    """Jobs of one shape that are attended together: queries (jobs, heads, rows) with their keys."""
+
+    queries: Rows
+    keys: tuple[Keys, ...]
+    branch: int
+    phantom: int
+    opens_branch: bool  # no earlier job of the branch met these query rows
+    opens_queries: bool  # nor of any other branch
+    opens_keys: bool
+
+
+def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
+    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
+    budget, each_row = plan.budget, bytes_a_row(plan.shape.d, itemsize)
+    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
+    if known is None:
+        found: list[list[Batch]] = [[] for _ in plan.regions]
+        for region, batch in _batches(plan, budget, each_row):
+            found[region].append(batch)
+        known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
+    return known
+
+
+_SHAPE = (
+    *("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom"),
+    *("opens_branch", "opens_queries", "opens_keys"),
+)
+
+
+_LENGTHS = [_SHAPE.index("count"), len(_SHAPE)]  # of queries and of keys
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    """Rounded up to few different lengths, by at most a quarter from 16 on."""
+    step = torch.exp2((lengths.double().log2().floor() - 2).clamp_min(2)).long()
+    return -(-lengths // step) * step
+
+
+def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
+    if not len(plan):
+        return
+    jobs, size = plan.jobs, plan.unit[0]
+    first, num = jobs[:, COLUMN["first_run"]], jobs[:, COLUMN["num_runs"]]
+    # What the keys of a batch have in common: their step, or the number of their blocks and where they begin.
+    common = [plan.runs[first, 1]]
+    if size:
+        common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
+    shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
+    kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
+    if not size and len(kinds) > MANY_SHAPES:
+        lengths = shapes[:, _LENGTHS]
+        is_short = (lengths <= SHORT).all(1, keepdim=True)
+        shapes[:, _LENGTHS] = torch.where(is_short, _padded(lengths), lengths)
+        padded = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
+        if LEAST_GAIN * len(padded[0]) < len(kinds):
+            kinds, which, sizes = padded
+    members = torch.split(torch.argsort(which, stable=True), sizes.tolist())
+    for kind, those in zip(kinds.tolist(), members, strict=True):
+        region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
+        inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
+        budget_rows = budget // row_bytes
+        rows = _block_rows if size else _run_rows
+        for queries, keys in rows(plan, those, budget_rows, inner, bool(causal), *kind[len(_SHAPE) :]):
+            yield region, Batch(queries, keys, branch, phantom, *map(bool, opens))
+
+
+Axes = tuple[Axis, ...]
+Found = Iterator[tuple[Rows, tuple[Keys, ...]]]
+
+
+def _run_rows(
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, key_step: int
+) -> Found:
+    """Where the queries and keys of jobs with one run of keys each lie, at most `budget` rows together."""
+    jobs = plan.jobs[those]
+    fit = max(1, min(MAX_JOBS, budget // (inner[0][0] * inner[1][0] + num_keys)))
+    key_inner = ((1, (0, 0, 0)), (num_keys, (0, key_step, 0)))
+    names = ("batch", "start", "head", "kv")
+    first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
+    places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
+    counts, key_counts = jobs[:, COLUMN["count"]], plan.key_counts[those]
+    if bool((counts < inner[1][0]).any() | (key_counts < num_keys).any()):
+        for part, count, key_count in zip(
+            *(torch.split(x, _even(len(places), fit)) for x in (places, counts, key_counts)), strict=True
+        ):
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]], None, key_count)
+            yield Rows((0, 0, 0), (), inner, part[:, :3], None, count), (Keys(keys, is_causal),)
+        return
+    boxes = list(fold(places))
+    if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
+        for part in torch.split(places, _even(len(places), fit)):
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]])
+            yield Rows((0, 0, 0), (), inner, part[:, :3]), (Keys(keys, is_causal),)
+        return
+    for whole in boxes:
+        for box in split_box(whole, fit):
+            batch, start, head, kv, key = box.values
+            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
+            key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
+            keys = Rows((batch, key, kv), key_axes, key_inner)
+            yield Rows((batch, start, head), axes, inner), (Keys(keys, is_causal),)
+
+
+def _block_rows(
+    plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, *blocks: int
+) -> Found:
+    """The same for jobs with blocks of keys, which are attended as many at a time as fit."""
+    num, skip, last_skip = blocks
+    size, (heads, _), (count, _) = plan.unit[0], *inner
+    own = count if is_causal else 0
+    full, num = num_keys - own, num - is_causal
+    most = max(1, min(num, (budget - heads * count) // size))
+    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
+    for part in torch.split(those, _even(len(those), fit)):
+        jobs = plan.jobs[part]
+        firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
+        box = next(fold(firsts))
+        queries = Rows((0, 0, 0), (), inner, firsts)
+        if box.size == len(part):
+            axes = tuple((each, (step[0], step[1], step[2])) for each, step in box.axes)
+            queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
+        places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
+        places[:, 1] = 0  # blocks count time from 0
+        pieces = [(num, 1, last_skip, own, True)] if is_causal else []
+        for first in range(0, num, most):
+            skipped, here = skip if first == 0 else 0, min(most, num - first)
+            rows = min(full + skip - first * size, here * size) - skipped
+            pieces.append((first, here, skipped, rows, False))
+        yield (
+            queries,
+            tuple(
+                Keys(
+                    Rows(
+                        (0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)
+                    ),
+                    causal,
+                )
+                for *which, rows, causal in pieces
+            ),
+        )
+
+
+def _even(total: int, at_most: int) -> int:
+    return -(-total // -(-total // at_most))
