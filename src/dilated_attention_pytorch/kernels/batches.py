@@ -154,18 +154,12 @@ def _block_rows(
             skipped, here = skip if first == 0 else 0, min(most, num - first)
             rows = min(full + skip - first * size, here * size) - skipped
             pieces.append((first, here, skipped, rows, False))
-        yield (
-            queries,
-            tuple(
-                Keys(
-                    Rows(
-                        (0, 0, 0), (), ((1, (0, 0, 0)), (rows, (0, 1, 0))), places, Blocks(plan, part, *which)
-                    ),
-                    causal,
-                )
-                for *which, rows, causal in pieces
-            ),
-        )
+        keys, first_run = [], jobs[:, COLUMN["first_run"]]
+        for first, here, skipped, rows, causal in pieces:
+            kept = Blocks.of(plan, first_run + first, here, skipped)
+            key_inner = ((1, (0, 0, 0)), (rows, (0, 1, 0)))
+            keys.append(Keys(Rows((0, 0, 0), (), key_inner, places, kept), causal))
+        yield queries, tuple(keys)
 
 
 def _even(total: int, at_most: int) -> int:

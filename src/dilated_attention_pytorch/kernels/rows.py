@@ -57,8 +57,8 @@ class FlatRows(NamedTuple):
 
 
 def _has_rows(x: Tensor, d: int) -> bool:
-    """Whether the last axes are dense and all steps between rows are multiples of their size."""
-    dense = x[0, 0, 0].is_contiguous() if x.numel() else True
+    """Whether the last axis, if there is one, is dense and steps between rows are multiples of its size."""
+    dense = x.dim() == 3 or d == 1 or x.stride(-1) == 1
     return dense and not any(step % d for size, step in _outer(x) if size > 1)
 
 
@@ -68,17 +68,29 @@ def _outer(x: Tensor) -> Iterable[tuple[int, int]]:
 
 
 class Blocks(NamedTuple):
-    """`num` of the blocks of rows that jobs of a plan keep, without the first `skip` rows of the first."""
+    """`num` of the blocks of rows that jobs of a plan keep, without the first `skip` rows of the first.
+
+    They are those of the runs from `first` (jobs,) on, or of evenly spaced ones: (first, step).
+    """
 
     plan: Plan
-    members: Tensor  # (jobs,) their numbers in the plan
-    first: int
+    first: Tensor | tuple[int, int]
+    jobs: int
     num: int
     skip: int
 
+    @classmethod
+    def of(cls, plan: Plan, first: Tensor, num: int, skip: int) -> Blocks:
+        step = int(first[1] - first[0]) if len(first) > 1 else num
+        is_even = step >= 0 and bool((first.diff() == step).all())
+        return cls(plan, (int(first[0]), step) if is_even else first, len(first), num, skip)
+
     def numbers(self, device: torch.device | None) -> Tensor:
         """(jobs, blocks); made at each use, as they take more memory than the plan."""
-        return self.plan.key_blocks(self.members, self.first, self.num).to(device)
+        blocks = self.plan.run_blocks
+        if isinstance(self.first, tuple):
+            return blocks.as_strided((self.jobs, self.num), (self.first[1], 1), self.first[0]).to(device)
+        return blocks[self.first[:, None] + torch.arange(self.num)].to(device)
 
     def times(self, count: int, device: torch.device | None) -> Tensor:
         """(jobs, count): the times of the rows."""

@@ -131,18 +131,10 @@ class Plan:
         return not bool((self.column("opens_queries") == 0).any())
 
     @cached_property
-    def _blocks(self) -> Tensor:
+    def run_blocks(self) -> Tensor:
         """(runs,): the number of the block that each run of keys is, or is a part of."""
         size, shift = self.unit
         return torch.div(self.runs[:, 0] + shift, size, rounding_mode="floor")
-
-    def key_blocks(self, members: Tensor, first: int, num: int) -> Tensor:
-        """(jobs, num): the numbers of some of the key blocks of jobs, from each one's `first` on."""
-        begin = self.column("first_run")[members] + first
-        step = int(begin[1] - begin[0]) if len(begin) > 1 else num
-        if step >= 0 and bool((begin.diff() == step).all()):
-            return self._blocks.as_strided((len(begin), num), (step, 1), int(begin[0]))
-        return self._blocks[begin[:, None] + torch.arange(num)]
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan with its tables on a device."""

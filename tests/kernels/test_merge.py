@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch.merge import add_null_keys, merge_
+from dilated_attention_pytorch.kernels.merge import add_null_keys, merge_
 from support.tolerances import assert_close
 
 
