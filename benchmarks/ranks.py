@@ -49,7 +49,6 @@ from dilated_attention_pytorch.bench.measure import (
 from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.ring import plan_ring, ring_dilated_attention, ring_traffic, shard_bounds
-from dilated_attention_pytorch.spec import DilatedSpec
 
 STRATEGIES = ("ring", "ulysses")
 REDUCED_LENGTH = 1024
@@ -58,23 +57,10 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class RingConfig:
-    """The attention of a case: heads, head size and branches. One branch has rate 1."""
+class RingConfig(Config):
+    """The same in any dtype."""
 
-    h: int
-    d: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
     dtype: str = "float32"
-    is_causal: bool = False
-
-    @property
-    def spec(self) -> DilatedSpec:
-        return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal)
-
-    @property
-    def branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.segment_lengths, self.dilation_rates
 
 
 @dataclass(frozen=True)

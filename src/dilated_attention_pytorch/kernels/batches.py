@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.runs import COLUMN, Plan, Region, bytes_a_row
+from ..plan.runs import COLUMN, Plan, Region, bytes_a_row, even_size
 from .rows import Axis, Blocks, Rows, fold, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
@@ -39,11 +39,11 @@ class Batch(NamedTuple):
 
 def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
     """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
-    budget, each_row = plan.budget, bytes_a_row(plan.shape.d, itemsize)
+    each_row = bytes_a_row(plan.shape.d, itemsize)
     known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
     if known is None:
         found: list[list[Batch]] = [[] for _ in plan.regions]
-        for region, batch in _batches(plan, budget, each_row):
+        for region, batch in _batches(plan, plan.budget // each_row):
             found[region].append(batch)
         known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
     return known
@@ -53,8 +53,6 @@ _SHAPE = (
     *("region", "stage", "branch", "heads", "head_step", "step", "count", "causal", "phantom"),
     *("opens_branch", "opens_queries", "opens_keys"),
 )
-
-
 _LENGTHS = [_SHAPE.index("count"), len(_SHAPE)]  # of queries and of keys
 
 
@@ -64,7 +62,7 @@ def _padded(lengths: Tensor) -> Tensor:
     return -(-lengths // step) * step
 
 
-def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Batch]]:
+def _batches(plan: Plan, budget: int) -> Iterator[tuple[int, Batch]]:
     if not len(plan):
         return
     jobs, size = plan.jobs, plan.unit[0]
@@ -86,9 +84,8 @@ def _batches(plan: Plan, budget: int, row_bytes: int) -> Iterator[tuple[int, Bat
     for kind, those in zip(kinds.tolist(), members, strict=True):
         region, _, branch, heads, head_step, step, count, causal, phantom, *opens = kind[: len(_SHAPE)]
         inner = ((heads, (0, 0, head_step)), (count, (0, step, 0)))
-        budget_rows = budget // row_bytes
         rows = _block_rows if size else _run_rows
-        for queries, keys in rows(plan, those, budget_rows, inner, bool(causal), *kind[len(_SHAPE) :]):
+        for queries, keys in rows(plan, those, budget, inner, bool(causal), *kind[len(_SHAPE) :]):
             yield region, Batch(queries, keys, branch, phantom, *map(bool, opens))
 
 
@@ -107,18 +104,15 @@ def _run_rows(
     first_key = plan.runs[jobs[:, COLUMN["first_run"]], :1]
     places = torch.cat([jobs[:, [COLUMN[name] for name in names]], first_key], 1)
     counts, key_counts = jobs[:, COLUMN["count"]], plan.key_counts[those]
-    if bool((counts < inner[1][0]).any() | (key_counts < num_keys).any()):
-        for part, count, key_count in zip(
-            *(torch.split(x, _even(len(places), fit)) for x in (places, counts, key_counts)), strict=True
-        ):
-            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]], None, key_count)
-            yield Rows((0, 0, 0), (), inner, part[:, :3], None, count), (Keys(keys, is_causal),)
-        return
-    boxes = list(fold(places))
-    if len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places):
-        for part in torch.split(places, _even(len(places), fit)):
-            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]])
-            yield Rows((0, 0, 0), (), inner, part[:, :3]), (Keys(keys, is_causal),)
+    is_padded = bool((counts < inner[1][0]).any() | (key_counts < num_keys).any())
+    boxes = [] if is_padded else list(fold(places))
+    if is_padded or (len(boxes) >= FEW_BOXES and len(boxes) * FEW_BOXES > len(places)):
+        parts = (torch.split(x, even_size(len(places), fit)) for x in (places, counts, key_counts))
+        for part, count, key_count in zip(*parts, strict=True):
+            own = (count, key_count) if is_padded else (None, None)
+            queries = Rows((0, 0, 0), (), inner, part[:, :3], counts=own[0])
+            keys = Rows((0, 0, 0), (), key_inner, part[:, [0, 4, 3]], counts=own[1])
+            yield queries, (Keys(keys, is_causal),)
         return
     for whole in boxes:
         for box in split_box(whole, fit):
@@ -139,7 +133,7 @@ def _block_rows(
     full, num = num_keys - own, num - is_causal
     most = max(1, min(num, (budget - heads * count) // size))
     fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
-    for part in torch.split(those, _even(len(those), fit)):
+    for part in torch.split(those, even_size(len(those), fit)):
         jobs = plan.jobs[part]
         firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
         box = next(fold(firsts))
@@ -160,7 +154,3 @@ def _block_rows(
             key_inner = ((1, (0, 0, 0)), (rows, (0, 1, 0)))
             keys.append(Keys(Rows((0, 0, 0), (), key_inner, places, kept), causal))
         yield queries, tuple(keys)
-
-
-def _even(total: int, at_most: int) -> int:
-    return -(-total // -(-total // at_most))

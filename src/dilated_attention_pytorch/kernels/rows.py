@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from ..core.workspace import Workspace
-from ..plan.runs import Plan
+from ..plan.runs import Plan, even_parts
 from .merge import merge_
 
 Step = tuple[int, int, int]  # in (batch, time, head)
 Axis = tuple[int, Step]  # (size, step)
 Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
-Numbered = dict[
-    tuple[Step, Origin], Tensor
-]  # the numbers of rows in tensors of some steps, once they are known
+Numbered = dict[tuple[Step, Origin], Tensor]  # the numbers of rows in tensors of some steps, once known
 WHOLE: Origin = (0, 0, 0)
 
 
@@ -328,10 +326,7 @@ def split_box(box: Box, at_most: int) -> Iterator[Box]:
         return
     (size, step), inner = box.axes[0], box.axes[1:]
     inside = prod(each for each, _ in inner)
-    fit = max(1, at_most // inside)
-    fit = -(-size // -(-size // fit))  # even parts
-    for start in range(0, size, fit):
-        count = min(fit, size - start)
+    for start, count in even_parts(size, at_most // inside):
         values = [value + start * change for value, change in zip(box.values, step, strict=True)]
         axes = inner if count == 1 else ((count, step), *inner)
         yield from split_box(Box(box.first + start * inside, values, axes), at_most)

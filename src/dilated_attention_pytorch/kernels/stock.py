@@ -31,13 +31,9 @@ class _Keys:
         self.numbered = numbered
         k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
         v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
-        return (
-            k,
-            v,
-            None
-            if mask is None
-            else rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered),
-        )
+        if mask is not None:
+            mask = rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered)
+        return k, v, mask
 
 
 def _tile_dtype(op: Op, inputs: Inputs) -> torch.dtype:
@@ -118,7 +114,7 @@ def _attend(
         q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, numbered=numbered)
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
-            part, lse_part = part.to(inputs.accumulate_dtype), lse_part
+            part = part.to(inputs.accumulate_dtype)
             merge_(part, lse_part, *op.forward(q, *_pack(batch, more, dtype, inputs, keys)))
         if batch.phantom:
             part, lse_part = add_null_keys(part, lse_part, batch.phantom)

@@ -24,6 +24,7 @@ from .runs import (
     bytes_a_row,
     even_parts,
     make_plan,
+    numbered,
     rows_within,
 )
 
@@ -104,15 +105,18 @@ def branch_units(spec: DilatedSpec, branch: int, shape: Shape, shard: Shard) -> 
 
 def branch_segments(window: int, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Start, length and clamped segment length of each segment of the documents between `bounds`."""
-    low, length = bounds[:-1], bounds.diff()
-    low, length = low[length > 0], length[length > 0]
+    low, length = _documents(bounds)
     clamped = length.clamp(max=window)
-    num = -(-length // clamped)
-    document = torch.repeat_interleave(torch.arange(len(low)), num)
-    number = torch.arange(len(document)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+    document, number = numbered(-(-length // clamped))
     start = low[document] + number * clamped[document]
     ends = low + length
     return start, torch.minimum(clamped[document], ends[document] - start), clamped[document]
+
+
+def _documents(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Start and length of each document that has a position."""
+    length = bounds.diff()
+    return bounds[:-1][length > 0], length[length > 0]
 
 
 class JobBuilder:
@@ -184,10 +188,9 @@ class JobBuilder:
         job, part, i, j, q_size, k_size, parts = cut
         segment, unit = segment[job], unit[job]
         at = segment, unit
+        num_i, num_j = (int(x.max()) + 1 if len(x) else 1 for x in (i, j))
         columns = dict.fromkeys(COLUMN, torch.zeros_like(job))
-        columns["stage"] = (
-            first_stage + (part * (i.max() + 1 if len(i) else 1) + i) * (j.max() + 1 if len(j) else 1) + j
-        )
+        columns["stage"] = first_stage + (part * num_i + i) * num_j + j
         columns["branch"] = torch.full_like(job, branch)
         size = -(-units.heads[unit] // parts)
         columns["head_step"] = torch.full_like(job, units.head_step)
@@ -224,9 +227,7 @@ class JobBuilder:
         fit = fit.clamp(MIN_ROWS, MAX_ROWS)
         q_size, k_size = (-(-x // -(-x // fit)) for x in (queries, keys))
         q_num, k_num = -(-queries // q_size), -(-keys // k_size)
-        num = parts * q_num * k_num
-        job = torch.repeat_interleave(torch.arange(len(num)), num)
-        number = torch.arange(len(job)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+        job, number = numbered(parts * q_num * k_num)
         j = number % k_num[job]
         i = number // k_num[job] % q_num[job]
         part = number // (k_num * q_num)[job]
@@ -375,16 +376,13 @@ def _scratch_rows(spec: DilatedSpec, shape: Shape, direction: Pass, accumulates:
 
 def _time_cuts(spec: DilatedSpec, bounds: Tensor, here: Range, rows: int) -> list[int]:
     """Times, from 0 to the length of the shard, that cut no segment; about `rows` apart where possible."""
-    low, length = bounds[:-1], bounds.diff()
-    low, length = low[length > 0], length[length > 0]
+    low, length = _documents(bounds)
     period = torch.ones_like(length)
     for window in spec.segment_lengths:
         clamped = length.clamp(max=window)
         period = torch.minimum(torch.lcm(period, clamped), length)
     period = period * (rows // period).clamp(min=1)
-    num = -(-length // period)
-    span = torch.repeat_interleave(torch.arange(len(low)), num)
-    number = torch.arange(len(span)) - torch.repeat_interleave(num.cumsum(0) - num, num)
+    span, number = numbered(-(-length // period))
     cuts = low[span] + number * period[span]
     if len(low) > 1:  # several short documents make a region; each bucket begins at the first cut in it
         bucket = cuts // max(1, rows // 2)

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .pattern_files import raw_bytes
+
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
@@ -52,8 +54,8 @@ class Job(NamedTuple):
     `heads` query heads, `head_step` apart from `head` on, share the keys of key head `kv`. Jobs of a stage
     have no query row in common; a later stage continues the softmax of the rows that it meets again. Of a
     causal job the query at a position sees the keys up to that position. `phantom` keys of logit 0 and value
-    0 are seen besides. `opens_queries` and `opens_keys`: no job of an earlier stage met
-    these rows; `opens_branch`: none of the branch met these queries.
+    0 are seen besides. `opens_queries` and `opens_keys`: no job of an earlier stage met these rows;
+    `opens_branch`: none of the branch met these queries.
     """
 
     region: int
@@ -144,7 +146,7 @@ class Plan:
     def digest(self) -> bytes:
         state = blake2b(repr((self.shape, self.regions)).encode(), digest_size=16)
         for table in (self.jobs, self.runs):
-            state.update(bytes(table.cpu().contiguous().view(torch.uint8).flatten().tolist()))
+            state.update(raw_bytes(table.cpu()))
         return state.digest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,10 +187,10 @@ def _show_run(run: Run) -> str:
     return f"{run.start}..{run.start + (run.count - 1) * run.step}{step}{times}"
 
 
-def expand_ranges(first: Tensor, count: Tensor) -> Tensor:
-    """first[0], first[0] + 1, ..., then those of the next: `count` of each."""
-    inside = torch.arange(int(count.sum())) - torch.repeat_interleave(count.cumsum(0) - count, count)
-    return torch.repeat_interleave(first, count) + inside
+def numbered(count: Tensor) -> tuple[Tensor, Tensor]:
+    """(owner, number) of each entry, if `count` says how many entries each owner has."""
+    owner = torch.repeat_interleave(torch.arange(len(count)), count)
+    return owner, torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
 
 
 def rows_within(start: Tensor, step: int, end: Tensor, window: Range) -> tuple[Tensor, Tensor]:
@@ -207,11 +209,16 @@ def bytes_a_row(d: int, itemsize: int) -> int:
     return d * 4 * max(4, itemsize)
 
 
+def even_size(total: int, at_most: int) -> int:
+    """The size of the parts if `total` is cut into the fewest of at most `at_most`, as even as possible."""
+    return -(-total // -(-total // max(1, at_most)))
+
+
 def even_parts(total: int, at_most: int) -> list[tuple[int, int]]:
     """Cuts `total` into the fewest parts of at most `at_most`, as even as possible: (start, count)."""
     if total < 1:
         return []
-    size = -(-total // -(-total // max(1, at_most)))
+    size = even_size(total, at_most)
     return [(start, min(size, total - start)) for start in range(0, total, size)]
 
 
@@ -221,8 +228,7 @@ def make_plan(
     """One plan of tables (jobs, runs), each of which counts its runs from 0, in the order of the stages."""
     if not tables:
         return Plan(torch.empty(0, len(COLUMN), dtype=torch.int64), NO_RUNS, shape, regions, **facts)
-    jobs, shift = torch.cat([table for table, _ in tables]), 0
-    at = 0
+    jobs, at, shift = torch.cat([table for table, _ in tables]), 0, 0
     for table, runs in tables:
         jobs[at : at + len(table), COLUMN["first_run"]] += shift
         at, shift = at + len(table), shift + len(runs)
