@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import Execution, dilated_attention
 from dilated_attention_pytorch.decode import DilatedKVCache, attend_last
-from dilated_attention_pytorch.decode.lanes import plan_lanes
+from dilated_attention_pytorch.decode.runs import key_runs
 from dilated_attention_pytorch.kernels import cpu_flash
 from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec
@@ -199,23 +199,23 @@ def test_attend_last_equals_the_definition(stream: Stream, data: st.DataObject) 
 
 @given(streams())
 def test_lanes_hold_every_key_that_is_selected(stream: Stream) -> None:
-    """The lanes of a branch read the pairs of the definition, and no others."""
+    """The runs of a branch read the pairs of the definition, and no others."""
     n, (h, h_kv) = 2 * max(w for w, _ in stream.branches), stream.heads
     options = {name: value for name, value in stream.options.items() if name != "scale"}
     spec = DilatedSpec(**options, is_causal=True)
     counts = torch.zeros(h, n, n, dtype=torch.int64)
-    for lane in plan_lanes(spec, h, h_kv):
-        group = len(lane.heads) // len(lane.kv_heads)
-        assert [head // (h // h_kv) for head in lane.heads] == [
-            kv for kv in lane.kv_heads for _ in range(group)
+    for run in key_runs(spec, h, h_kv):
+        group = len(run.heads) // len(run.kv_heads)
+        assert [head // (h // h_kv) for head in run.heads] == [
+            kv for kv in run.kv_heads for _ in range(group)
         ]
         for t in range(n):
-            if lane.selects(t):
-                begin = t // lane.window * lane.window + lane.offset
-                rows = lane.rows_before(t % lane.window + 1)
-                assert rows <= lane.capacity
-                for head in lane.heads:
-                    counts[head, t, begin : begin + rows * lane.rate : lane.rate] += 1
+            if run.selects(t):
+                begin = t // run.window * run.window + run.offset
+                rows = run.rows_before(t % run.window + 1)
+                assert rows <= run.capacity
+                for head in run.heads:
+                    counts[head, t, begin : begin + rows * run.rate : run.rate] += 1
     assert torch.equal(counts, multiplicity(n, h, **options, is_causal=True))
 
 
@@ -404,21 +404,21 @@ def test_bad_reordering_and_states() -> None:
         with pytest.raises(ValueError, match=r"what DilatedKVCache.state_dict returns"):
             cache.load_state_dict(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the state must hold dense tensors of the shapes"):
-        cache.load_state_dict({**state, "lanes.0": state["lanes.0"][:, :, :, :2]})
+        cache.load_state_dict({**state, "runs.0": state["runs.0"][:, :, :, :2]})
     with pytest.raises(TypeError, match=r"this cache holds torch.float32, the state"):
-        cache.load_state_dict({**state, "lanes.0": state["lanes.0"].double()})
+        cache.load_state_dict({**state, "runs.0": state["runs.0"].double()})
     with pytest.raises(ValueError, match="lengths must lie between"):
         cache.load_state_dict({**state, "lengths": [3, -1]})
-    lane = state["lanes.0"]
+    run = state["runs.0"]
     for dtype in (torch.int32, torch.complex64, torch.float8_e5m2):
         with pytest.raises(TypeError, match=f"this cache holds one float dtype, the state {dtype} on cpu"):
-            bad_cache().load_state_dict({**state, "lanes.0": lane.to(dtype)})
-    for odd in ("x", lane.to_sparse(), lane.to("meta")):
+            bad_cache().load_state_dict({**state, "runs.0": run.to(dtype)})
+    for odd in ("x", run.to_sparse(), run.to("meta")):
         with pytest.raises(ValueError, match="must hold dense tensors of the shapes"):
-            bad_cache().load_state_dict({**state, "lanes.0": odd})
-    for name in ("foo", 5, "lanes.7"):
+            bad_cache().load_state_dict({**state, "runs.0": odd})
+    for name in ("foo", 5, "runs.7"):
         with pytest.raises(ValueError, match=f"what DilatedKVCache.state_dict returns, got .*{name}"):
-            bad_cache().load_state_dict({**state, name: lane})
+            bad_cache().load_state_dict({**state, name: run})
     with pytest.raises(TypeError, match="index must be a sequence or tensor of integers, got 3"):
         cache.reorder(3)  # type: ignore[arg-type]
     assert cache.lengths == (3, 3)

@@ -1,6 +1,6 @@
 """Causal attention of the newest tokens of a stream: a cache of bounded size, or keys kept whole."""
 
+from .attend import attend_last
 from .cache import DilatedKVCache
-from .last import attend_last
 
 __all__ = ["DilatedKVCache", "attend_last"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -11,26 +11,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..checks import autocast_inputs, check_new_tokens, named_keywords, whole_numbers
 from ..core.pattern_cache import get_global_pattern_cache
 from ..core.sources import FRESH
+from ..core.tracing import uncompiled
 from ..core.workspace import Workspace
 from ..kernels import How, Inputs, Request, choose_kernel
 from ..kernels.merge import merge_
 from ..kernels.rows import Rows
-from ..ops import check_execution
+from ..ops import check_execution, without_autocast
 from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Region, Shape, Shard, plan_crossing, plan_dilated
 from ..plan.runs import even_parts
-from ..spec import DilatedSpec, Execution
-from .lanes import Lane, as_slice, plan_lanes
+from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
+from .runs import KeyRun, alike_rows, as_slice, key_runs
 
 _WIDE_ROWS = 4096  # key rows of half precision that are widened at a time, 1 MiB with 64 features
 
 
 class Past(Protocol):
-    """The keys of a stream, by lane: of the segment that the newest token lies in."""
+    """The keys of a stream, by run: of the segment that the newest token lies in."""
 
-    def rows(self, lane: Lane, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """k and v (b, kv heads of the lane, count, d) of rows `first` and following; last stride 1."""
+    def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """k and v (b, kv heads of the run, count, d) of rows `first` and following; last stride 1."""
 
 
 def check_decoding(name: str, execution: Execution | None) -> Execution:
@@ -55,8 +57,8 @@ class Stream:
         return self.execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
 
     @cached_property
-    def lanes(self) -> tuple[Lane, ...]:
-        return plan_lanes(self.spec, self.num_heads, self.num_kv_heads)
+    def runs(self) -> tuple[KeyRun, ...]:
+        return key_runs(self.spec, self.num_heads, self.num_kv_heads)
 
     def attend_one(self, q: Tensor, position: int, past: Past) -> Tensor:
         """out (b, 1, h, d) of the query at `position`; `past` holds its own key too."""
@@ -66,20 +68,20 @@ class Stream:
         scale = self.spec.scale_for(q.shape[-1])
         kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
         row_dtype = dtype if kernel.op.widens else q.dtype
-        for lane in self.lanes:
-            if not lane.selects(position):
+        for run in self.runs:
+            if not run.selects(position):
                 continue
-            query = lane.of_queries(q).transpose(1, 2).to(row_dtype).contiguous()
-            rows, lse_rows = lane.of_queries(out), lane.of_queries(lse)
-            count = lane.rows_before(position % lane.window + 1)
+            query = run.of_queries(q).transpose(1, 2).to(row_dtype).contiguous()
+            rows, lse_rows = run.of_queries(out), run.of_queries(lse)
+            count = run.rows_before(position % run.window + 1)
             # A widened copy is attended while it is in the processor's cache.
-            most = count if row_dtype == q.dtype else max(1, _WIDE_ROWS // (len(lane.kv_heads) * q.shape[0]))
+            most = count if row_dtype == q.dtype else max(1, _WIDE_ROWS // (len(run.kv_heads) * q.shape[0]))
             for first, num in even_parts(count, most):
-                keys, values = (x.to(row_dtype) for x in past.rows(lane, first, num))
+                keys, values = (x.to(row_dtype) for x in past.rows(run, first, num))
                 part, part_lse = kernel.op.forward(query, keys, values, How(False, scale))
                 merge_(rows, lse_rows, part.transpose(1, 2), part_lse.transpose(1, 2))
-            if as_slice(lane.heads) is None:  # copies, not views
-                out[:, :, list(lane.heads)], lse[:, :, list(lane.heads)] = rows, lse_rows
+            if as_slice(run.heads) is None:  # copies, not views
+                out[:, :, list(run.heads)], lse[:, :, list(run.heads)] = rows, lse_rows
         return out.to(q.dtype)
 
     def attend_many(self, q: Tensor, k: Tensor, v: Tensor, start: int, past: Past) -> Tensor:
@@ -138,7 +140,7 @@ class _EarlierChunk:
     earlier: _Earlier
 
     def gather(self, rows: Rows, branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, None]:
-        """Keys of a job are a slice of a lane: the rows of both lie as far apart."""
+        """Keys of a job are a slice of a run: the rows of both lie as far apart."""
         inputs, count = self.earlier.inputs, rows.shape[2]
         shape = (*rows.shape, inputs.q.shape[-1])
         take = inputs.workspace.take
@@ -147,16 +149,90 @@ class _EarlierChunk:
         for job, (batch, time, kv) in enumerate(rows.places.tolist()):
             lists.setdefault((time, kv), []).append((job, batch))
         for (time, kv), jobs in lists.items():
-            lane, first = self._lane(branch, time + self.earlier.shard.start, kv)
+            run, first = self._run(branch, time + self.earlier.shard.start, kv)
             which, batches = (list(each) for each in zip(*jobs, strict=True))
-            head = lane.kv_heads.index(kv)
-            for packed, lane_rows in zip((k, v), self.earlier.past.rows(lane, first, count), strict=True):
-                packed[which, 0] = lane_rows[batches, head].to(dtype)
+            head = run.kv_heads.index(kv)
+            for packed, run_rows in zip((k, v), self.earlier.past.rows(run, first, count), strict=True):
+                packed[which, 0] = run_rows[batches, head].to(dtype)
         return k, v, None
 
-    def _lane(self, branch: int, position: int, kv: int) -> tuple[Lane, int]:
-        """The lane in which a position lies, and its row."""
-        for lane in self.earlier.stream.lanes:
-            if lane.branch == branch and lane.selects(position) and kv in lane.kv_heads:
-                return lane, position % lane.window // lane.rate
-        raise AssertionError("each job has a lane")
+    def _run(self, branch: int, position: int, kv: int) -> tuple[KeyRun, int]:
+        """The run in which a position lies, and its row."""
+        for run in self.earlier.stream.runs:
+            if run.branch == branch and run.selects(position) and kv in run.kv_heads:
+                return run, position % run.window // run.rate
+        raise AssertionError("each job has a run")
+
+
+@named_keywords
+@uncompiled
+def attend_last(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    starts: Sequence[int] | Tensor | None = None,
+    scale: float | None = None,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    execution: Execution | None = None,
+) -> Tensor:
+    """Causal dilated attention of the last m of n positions; reads only the keys that they select.
+
+    Equals the last m rows of `dilated_attention(..., is_causal=True)` over all n positions.
+
+    Args:
+        q: (b, m, h, d), the queries of the last m positions.
+        k, v: (b, n, h_kv, d), of all positions, m <= n.
+        starts: (b,) integers, the first real position of each row (left padding): the row's segments are
+            counted from there. A query before it gives zeros.
+        segment_lengths, dilation_rates, scale, head_mixing, head_offsets, execution: as in
+            `dilated_attention`; memory is fresh.
+
+    Returns:
+        out (b, m, h, d). It has no gradient: call it under `torch.no_grad()` or `torch.inference_mode()`.
+    """
+    branches = segment_lengths, dilation_rates
+    spec = DilatedSpec(*branches, True, scale, head_mixing=head_mixing, head_offsets=head_offsets)
+    q, k, v = autocast_inputs(q, k, v)
+    check_new_tokens("attend_last", q, k, v)
+    execution = check_decoding("attend_last", execution)
+    (b, m, h, _), (n, h_kv) = q.shape, k.shape[1:3]
+    if m > n:
+        raise ValueError(f"q must have at most as many positions as k and v, got {m} and {n}")
+    firsts = whole_numbers("starts", [0] * b if starts is None else starts, b, n)
+    stream = Stream(spec, h, h_kv, execution)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    with torch.no_grad(), without_autocast(q.device):
+        for rows, (first,) in alike_rows([(first,) for first in firsts]):
+            new = min(m, n - first)
+            if new:
+                queries, keys, values = q[rows, m - new :], k[rows, first:], v[rows, first:]
+                out[rows, m - new :] = _attend_alike(stream, queries, keys, values)
+    return out
+
+
+def _attend_alike(stream: Stream, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    m, n = q.shape[1], k.shape[1]
+    if m == 1:
+        return stream.attend_one(q, n - 1, _Kept(k, v, n - 1))
+    start = n - m
+    return stream.attend_many(q, k[:, start:], v[:, start:], start, _Kept(k, v, start - 1))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """All keys of a stream, (b, n, h_kv, d), of which the segments of `position` are read."""
+
+    k: Tensor
+    v: Tensor
+    position: int
+
+    def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
+        begin = self.position // run.window * run.window + run.offset + first * run.rate
+        times = slice(begin, begin + (count - 1) * run.rate + 1, run.rate)
+        k, v = (run.of_keys(x[:, times]).transpose(1, 2) for x in (self.k, self.v))
+        return k, v

@@ -23,10 +23,9 @@ from ..core.tracing import uncompiled
 from ..ops import without_autocast
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
 from .attend import Stream, check_decoding
-from .lanes import Lane
-from .rows import row_runs
+from .runs import KeyRun, alike_rows
 
-_LEAST_ROWS = 64  # of a lane's first memory
+_LEAST_ROWS = 64  # of a run's first memory
 
 
 class DilatedKVCache:
@@ -85,7 +84,7 @@ class DilatedKVCache:
         self.dtype = dtype
         self._stream = Stream(spec, num_heads, num_kv_heads, execution)
         self._lengths = [0] * batch_size
-        self._buffers: dict[Lane, Tensor] = {}  # (key and value, b, kv heads, rows, d)
+        self._buffers: dict[KeyRun, Tensor] = {}  # (key and value, b, kv heads, rows, d)
 
     @property
     def batch_size(self) -> int:
@@ -127,17 +126,20 @@ class DilatedKVCache:
         self._check_fit(q, k)
         b, m = q.shape[:2]
         news = whole_numbers("lengths", [m] * b if lengths is None else lengths, b, m)
-        runs = list(row_runs(list(zip(self._lengths, news, strict=True))))
+        alike = list(alike_rows(list(zip(self._lengths, news, strict=True))))
         with torch.no_grad(), without_autocast(q.device):
             self._reserve(news, q.device, q.dtype)
-            if len(runs) == 1 and news[0] == m:
-                out = self._attend_run(slice(None), self._lengths[0], q, k, v)
+            if len(alike) == 1 and news[0] == m:
+                out = self._attend_alike(slice(None), self._lengths[0], q, k, v)
             else:
                 out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-                for rows, (start, new) in runs:
+                for rows, (start, new) in alike:
                     if new:
-                        out[rows, :new] = self._attend_run(rows, start, *(x[rows, :new] for x in (q, k, v)))
-            for rows, (start, new) in runs:  # after all have attended, so that an error leaves the past whole
+                        out[rows, :new] = self._attend_alike(rows, start, *(x[rows, :new] for x in (q, k, v)))
+            for rows, (
+                start,
+                new,
+            ) in alike:  # once all have attended: an error leaves the past whole
                 if new > 1:
                     self._append(rows, start, k[rows, :new], v[rows, :new])
         self._lengths = [old + new for old, new in zip(self._lengths, news, strict=True)]
@@ -152,22 +154,22 @@ class DilatedKVCache:
         """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
         rows = whole_numbers("index", index, None, self.batch_size - 1)
         self._buffers = {
-            lane: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
-            for lane, buffer in self._buffers.items()
+            run: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
+            for run, buffer in self._buffers.items()
         }
         self._lengths = [self._lengths[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain data for `load_state_dict`; `torch.load(weights_only=True)` reads them."""
         state: dict[str, Any] = {"settings": self._settings(), "lengths": list(self._lengths)}
-        for i, lane in enumerate(self._stream.lanes):
-            if rows := self._rows_held(lane, self._lengths):
-                state[f"lanes.{i}"] = self._buffers[lane][:, :, :, :rows].clone()
+        for i, run in enumerate(self._stream.runs):
+            if rows := self._rows_held(run, self._lengths):
+                state[f"runs.{i}"] = self._buffers[run][:, :, :, :rows].clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state of a cache with the same settings; nothing changes unless all of it fits."""
-        names = {"settings", "lengths", *(f"lanes.{i}" for i in range(len(self._stream.lanes)))}
+        names = {"settings", "lengths", *(f"runs.{i}" for i in range(len(self._stream.runs)))}
         if not isinstance(state, Mapping) or not {"settings", "lengths"} <= state.keys() <= names:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"state must be what DilatedKVCache.state_dict returns, got {got}")
@@ -176,9 +178,9 @@ class DilatedKVCache:
         lengths = whole_numbers("lengths", state["lengths"], self.batch_size, 2**62)
         sizes = (2, self.batch_size), self.head_dim
         expected = {
-            f"lanes.{i}": (*sizes[0], len(lane.kv_heads), rows, sizes[1])
-            for i, lane in enumerate(self._stream.lanes)
-            if (rows := self._rows_held(lane, lengths))
+            f"runs.{i}": (*sizes[0], len(run.kv_heads), rows, sizes[1])
+            for i, run in enumerate(self._stream.runs)
+            if (rows := self._rows_held(run, lengths))
         }
         held = {name: state[name] for name in sorted(state.keys() - {"settings", "lengths"})}
         shapes = {name: tuple(x.shape) if _is_dense(x) else type(x).__name__ for name, x in held.items()}
@@ -188,8 +190,8 @@ class DilatedKVCache:
         device, dtype = next(iter(places), (self.device, self.dtype))
         if len(places) > 1 or self.dtype not in (None, dtype) or dtype not in (None, *float_dtypes()):
             raise TypeError(f"this cache holds {self.dtype or 'one float dtype'}, the state {_names(places)}")
-        lanes, device = self._stream.lanes, self.device or device
-        copies = {lanes[int(name[6:])]: x.detach().to(device, copy=True) for name, x in held.items()}
+        runs, device = self._stream.runs, self.device or device
+        copies = {runs[int(name[5:])]: x.detach().to(device, copy=True) for name, x in held.items()}
         self._buffers, self._lengths = copies, lengths
         self.device, self.dtype = device, dtype
 
@@ -221,7 +223,7 @@ class DilatedKVCache:
         ):
             raise ValueError(f"this cache is on {self.device}, got tokens on {q.device}")
 
-    def _attend_run(self, rows: slice, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_alike(self, rows: slice, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of rows that are all at position `start`, with as many new tokens."""
         past = _Held(self._buffers, rows)
         if q.shape[1] > 1:
@@ -232,40 +234,38 @@ class DilatedKVCache:
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Keeps what the tokens after these can select; an earlier segment is overwritten."""
         end = start + k.shape[1]
-        for lane in self._stream.lanes:
-            segment = _last_segment(lane, start, end)
-            first, after = (lane.rows_before(max(time, segment) - segment) for time in (start, end))
+        for run in self._stream.runs:
+            segment = _last_segment(run, start, end)
+            first, after = (run.rows_before(max(time, segment) - segment) for time in (start, end))
             if first == after:
                 continue
-            begin = segment + lane.offset + first * lane.rate - start
-            for held, new in zip(self._buffers[lane], (k, v), strict=True):
-                chosen = lane.of_keys(new[:, begin :: lane.rate][:, : after - first])
+            begin = segment + run.offset + first * run.rate - start
+            for held, new in zip(self._buffers[run], (k, v), strict=True):
+                chosen = run.of_keys(new[:, begin :: run.rate][:, : after - first])
                 held[rows, :, first:after] = chosen.transpose(1, 2)
 
     def _reserve(self, news: list[int], device: torch.device, dtype: torch.dtype) -> None:
         """Memory for the rows that these tokens add, doubled when it must grow."""
         if not torch.is_inference_mode_enabled():  # what was made in that mode could not be written to
-            self._buffers = {lane: x.clone() if x.is_inference() else x for lane, x in self._buffers.items()}
+            self._buffers = {run: x.clone() if x.is_inference() else x for run, x in self._buffers.items()}
         ends = [(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new]
-        for lane in self._stream.lanes:
-            rows = max(
-                (lane.rows_before(end - _last_segment(lane, old, end)) for old, end in ends), default=0
-            )
-            buffer = self._buffers.get(lane)
+        for run in self._stream.runs:
+            rows = max((run.rows_before(end - _last_segment(run, old, end)) for old, end in ends), default=0)
+            buffer = self._buffers.get(run)
             held = 0 if buffer is None else buffer.shape[3]
             if rows <= held:
                 continue
-            rows = min(lane.capacity, max(rows, 2 * held, _LEAST_ROWS))
-            shape = (2, self.batch_size, len(lane.kv_heads), rows, self.head_dim)
+            rows = min(run.capacity, max(rows, 2 * held, _LEAST_ROWS))
+            shape = (2, self.batch_size, len(run.kv_heads), rows, self.head_dim)
             with torch.inference_mode(False):
                 grown = torch.empty(shape, dtype=dtype, device=device)
             if buffer is not None:
                 grown[:, :, :, :held] = buffer
-            self._buffers[lane] = grown
+            self._buffers[run] = grown
 
-    def _rows_held(self, lane: Lane, lengths: list[int]) -> int:
-        """Rows of a lane that the next token of some row could read."""
-        return max(lane.rows_before(length % lane.window) for length in lengths)
+    def _rows_held(self, run: KeyRun, lengths: list[int]) -> int:
+        """Rows of a run that the next token of some row could read."""
+        return max(run.rows_before(length % run.window) for length in lengths)
 
 
 def _is_dense(x: object) -> bool:
@@ -276,22 +276,22 @@ def _names(places: Iterable[tuple[torch.device, torch.dtype]]) -> str:
     return " and ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
 
 
-def _last_segment(lane: Lane, start: int, end: int) -> int:
+def _last_segment(run: KeyRun, start: int, end: int) -> int:
     """Where the segment begins of which tokens [start, end) are kept.
 
     It is that of the next token; a single token reads its own key from the cache too.
     """
     last = end - 1 if end - start == 1 else end
-    return last // lane.window * lane.window
+    return last // run.window * run.window
 
 
 @dataclass(frozen=True)
 class _Held:
     """What the cache holds of some rows of the batch."""
 
-    buffers: Mapping[Lane, Tensor]
+    buffers: Mapping[KeyRun, Tensor]
     batch: slice
 
-    def rows(self, lane: Lane, first: int, count: int) -> tuple[Tensor, Tensor]:
-        k, v = self.buffers[lane][:, self.batch, :, first : first + count]
+    def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
+        k, v = self.buffers[run][:, self.batch, :, first : first + count]
         return k, v

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,9 +14,11 @@ from ..plan import Run
 from ..plan.dilated import branch_heads
 from ..spec import DilatedSpec
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 @dataclass(frozen=True)
-class Lane:
+class KeyRun:
     """The keys of one offset of a branch: row j of a segment is its position `offset + j * rate`.
 
     Each key/value head in `kv_heads` serves `len(heads) // len(kv_heads)` of the query heads, in order.
@@ -37,22 +41,22 @@ class Lane:
         return Run(self.offset, self.rate, position).within(0, position).count
 
     def selects(self, position: int) -> bool:
-        """Whether the query at an absolute position reads this lane."""
+        """Whether the query at an absolute position reads this run."""
         return position % self.window % self.rate == self.offset
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """The lane's query heads of (b, n, h, ...)."""
+        """The run's query heads of (b, n, h, ...)."""
         return take_heads(x, self.heads)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The lane's key/value heads of (b, n, h_kv, ...)."""
+        """The run's key/value heads of (b, n, h_kv, ...)."""
         return take_heads(x, self.kv_heads)
 
 
 @lru_cache(maxsize=64)
-def plan_lanes(spec: DilatedSpec, num_heads: int, num_kv_heads: int) -> tuple[Lane, ...]:
-    """The lanes of all branches, those of a branch with equally many query heads a key head together."""
-    lanes = []
+def key_runs(spec: DilatedSpec, num_heads: int, num_kv_heads: int) -> tuple[KeyRun, ...]:
+    """The runs of all branches, those of a branch with equally many query heads a key head together."""
+    runs = []
     for branch, (window, rate) in enumerate(spec.branches):
         sharing: dict[tuple[int, int], list[int]] = {}
         for head, offset, kv in branch_heads(spec, branch, num_heads, num_kv_heads):
@@ -63,8 +67,8 @@ def plan_lanes(spec: DilatedSpec, num_heads: int, num_kv_heads: int) -> tuple[La
         for (offset, _), kv_heads in alike.items():
             if offset < window:  # or no position of a segment has this offset
                 heads = [head for kv in kv_heads for head in sharing[offset, kv]]
-                lanes.append(Lane(branch, window, rate, offset, tuple(kv_heads), tuple(heads)))
-    return tuple(lanes)
+                runs.append(KeyRun(branch, window, rate, offset, tuple(kv_heads), tuple(heads)))
+    return tuple(runs)
 
 
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -79,3 +83,12 @@ def as_slice(numbers: Sequence[int]) -> slice | None:
     if step < 1 or any(number != numbers[0] + i * step for i, number in enumerate(numbers)):
         return None
     return slice(numbers[0], numbers[-1] + 1, step)
+
+
+def alike_rows(keys: Sequence[Key]) -> Iterator[tuple[slice, Key]]:
+    """Neighbouring rows of a batch with equal keys, as slices: views, where a list of rows would copy."""
+    first = 0
+    for key, those in groupby(keys):
+        last = first + sum(1 for _ in those)
+        yield slice(first, last), key
+        first = last
