@@ -10,7 +10,7 @@ The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import autocasts, document_bounds
-from .core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
+from .core.pattern_cache import PatternCache, get_block_pattern_cache, get_global_pattern_cache
 from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
 from .core.workspace import Workspace
@@ -90,6 +90,10 @@ class Tensors(NamedTuple):
     starts: Tensor | None = None
     columns: Tensor | None = None
 
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.q, self.k)
+
 
 def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
     """The kernel that runs a call, and what it takes besides a plan."""
@@ -107,36 +111,22 @@ class Dilated(NamedTuple):
     steps: int = 1
     head_slice: tuple[int, ...] = ()
 
-    def options(self, q: Tensor, execution: Execution) -> RunOptions:
-        return run_options(self.spec, q.shape[-1], execution, DEFAULT_WORKSPACE_BYTES)
+    def default_bytes(self) -> int:
+        return DEFAULT_WORKSPACE_BYTES
 
-    def run(
-        self, options: RunOptions, tensors: Tensors, kernel: Kernel, inputs: Inputs, merged: Merged | None
-    ) -> Any:
-        """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
-        direction: Pass = "forward" if merged is None else "backward"
-        plan = self._plan(options, tensors, direction)
-        return kernel.forward(plan, inputs) if merged is None else kernel.backward(plan, inputs, merged)
-
-    def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
-        """How many matrix products a pass computes, and over how many pairs of rows each of them goes."""
-        attends_again = 2 if self.spec.detach_mixing else 0
-        num = 2 if direction == "forward" else 5 + attends_again
-        return num, self._plan(options, tensors, direction).num_pairs
-
-    def _plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
-        b, n, h, d = tensors.q.shape
-        first, total = self.head_slice or (0, h)
+    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+        shape = tensors.shape
+        first, total = self.head_slice or (0, shape.h)
         return plan_dilated(
             self.spec,
-            Shape(b, n, h, tensors.k.shape[2], d),
+            shape,
             itemsize=tensors.q.element_size(),
             direction=direction,
-            docs=None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, n),
+            docs=None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, shape.n),
             workspace_bytes=options.workspace_bytes,
             cache=get_global_pattern_cache() if options.use_pattern_cache else None,
             steps=self.steps,
-            shard=Shard(n, 0, total, first),
+            shard=Shard(shape.n, 0, total, first),
         )
 
 
@@ -151,44 +141,31 @@ class BlockSparse(NamedTuple):
     recipe: str
     block_size: int = 0
 
-    def options(self, q: Tensor, execution: Execution) -> RunOptions:
+    def default_bytes(self) -> int:
         # Known only where the op runs: compilers cannot ask for threads.
-        return run_options(self.spec, q.shape[-1], execution, BYTES_A_THREAD * torch.get_num_threads())
+        return BYTES_A_THREAD * torch.get_num_threads()
 
-    def run(
-        self, options: RunOptions, tensors: Tensors, kernel: Kernel, inputs: Inputs, merged: Merged | None
-    ) -> Any:
-        if merged is None:
-            return kernel.forward(self._plan(options, tensors, inputs, "forward"), inputs)
-        return kernel.backward(self._plan(options, tensors, inputs, "backward"), inputs, merged)
-
-    def matmuls(self, options: RunOptions, tensors: Tensors, direction: Pass) -> tuple[int, int]:
+    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+        shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
         pattern = self.pattern(options, tensors)
-        heads = tensors.q.shape[0] * tensors.q.shape[2]
-        return 2 if direction == "forward" else 5, pattern.num_pairs * (heads // len(pattern))
-
-    def _plan(self, options: RunOptions, tensors: Tensors, inputs: Inputs, direction: Pass) -> Plan:
-        shape, itemsize, size = inputs.shape, inputs.q.element_size(), options.workspace_bytes
-        pattern = self.pattern(options, tensors)
-        build = partial(
-            plan_blocks, pattern, shape, itemsize=itemsize, direction=direction, workspace_bytes=size
-        )
-        if not options.use_pattern_cache or not self.recipe:
-            return build()
-        key = ("blocks", self.recipe, self.spec.is_causal, shape, itemsize, direction, size)
-        plan: Plan = get_global_pattern_cache().get_or_build(key, build)
+        facts: dict[str, Any] = {"itemsize": itemsize, "direction": direction, "workspace_bytes": size}
+        build = partial(plan_blocks, pattern, shape, **facts)
+        key = ("blocks", self.recipe, self.spec.is_causal, shape, *facts.values())
+        plan: Plan = self._kept(get_global_pattern_cache, options, key, build)
         return plan
 
     def pattern(self, options: RunOptions | Execution, tensors: Tensors) -> BlockPattern:
         """The pattern of a call, kept in the cache of block patterns."""
-        n, num_heads = tensors.q.shape[1:3]
+        _, n, num_heads, _, _ = tensors.shape
         build = partial(self._build, n, num_heads, tensors.starts, tensors.columns)
-        if not options.use_pattern_cache or not self.recipe:
-            return build()
         # The same pattern may serve any number of heads, but not the draws of a random one.
         key = ("block_sparse", self.recipe, n, num_heads, self.spec.is_causal)
-        pattern: BlockPattern = get_block_pattern_cache().get_or_build(key, build)
+        pattern: BlockPattern = self._kept(get_block_pattern_cache, options, key, build)
         return pattern
+
+    def _kept(self, cache: Callable[[], PatternCache], options: Any, key: Any, build: Any) -> Any:
+        keeps = options.use_pattern_cache and self.recipe
+        return cache().get_or_build(key, build) if keeps else build()
 
     def _build(self, n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None) -> BlockPattern:
         is_causal = self.spec.is_causal
@@ -257,16 +234,23 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 
 
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
-    tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
-    options = work.options(tensors.q, execution)
+    tensors, work, options = _read_call(args)
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
-        return work.run(sized, tensors, *attention_inputs(sized, tensors, workspace), merged)
+        kernel, inputs = attention_inputs(sized, tensors, workspace)
+        if merged is None:
+            return kernel.forward(work.plan(sized, tensors, "forward"), inputs)
+        return kernel.backward(work.plan(sized, tensors, "backward"), inputs, merged)
 
     device = tensors.q.device
     with without_autocast(device):
         return run_with_memory(options.memory, options.workspace_bytes, device, attend)
+
+
+def _read_call(args: tuple[Any, ...]) -> tuple[Tensors, Dilated | BlockSparse, RunOptions]:
+    tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
+    return tensors, work, run_options(work.spec, tensors.q.shape[-1], execution, work.default_bytes())
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -317,9 +301,10 @@ torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fa
 
 
 def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
-    tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
-    matmuls, pairs = work.matmuls(work.options(tensors.q, execution), tensors, direction)
-    return 2 * matmuls * pairs * tensors.q.shape[-1]
+    """Of the matrix products, 2 forward and 5 backward; with `detach_mixing` backward attends again."""
+    tensors, work, options = _read_call(args)
+    matmuls = 2 if direction == "forward" else 7 if work.spec.detach_mixing else 5
+    return 2 * matmuls * work.plan(options, tensors, direction).num_pairs * tensors.q.shape[-1]
 
 
 register_flop_formula(_OPS.attention, get_raw=True)(lambda *args, **_: _flops("forward", args))

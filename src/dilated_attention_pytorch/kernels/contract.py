@@ -82,8 +82,7 @@ class Inputs:
 
     @property
     def shape(self) -> Shape:
-        b, n, h, d = self.q.shape
-        return Shape(b, n, h, self.k.shape[2], d)
+        return Shape.of(self.q, self.k)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

@@ -32,6 +32,11 @@ class Shape(NamedTuple):
     h_kv: int
     d: int
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Shape:
+        b, n, h, d = q.shape
+        return cls(b, n, h, k.shape[2], d)
+
 
 class Run(NamedTuple):
     """Rows `start + i * step`, `count` of them; the definition counts each `multiplicity` times."""

@@ -19,7 +19,7 @@ from ..checks import (
 )
 from ..core.pattern_cache import get_block_pattern_cache
 from ..core.tracing import uncompiled
-from ..ops import BlockSparse, Tensors, block_spec, check_execution
+from ..ops import BlockSparse, Tensors, block_spec, check_execution, run_options
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution
 from .agreement import agree, check_alone, nothing, rank_seed
@@ -154,6 +154,6 @@ def attend_ring_blocks(
         key = ("ring_schedule", kept.key, shape, lengths, sizes)
         schedule = get_block_pattern_cache().get_or_build(key, lambda: schedule)
     seed = rank_seed(ring) if spec.dropout_p else None
-    run = BlockSparse(spec, "").options(q, execution)
+    run = run_options(spec, d, execution, BlockSparse(spec, "").default_bytes())
     out, lse = attend(Tensors(q, k, v, key_mask, seed=seed), RankCall(ring, schedule, run))
     return (out, lse) if return_lse else out
