@@ -393,17 +393,15 @@ def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
 
 
 def check_positive_int(name: str, value: int, bits: int = 62) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    check_count(name, value, 1, bits)
+
+
+def check_count(name: str, value: int, least: int = 0, bits: int = 62) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        rule = "a positive integer" if least == 1 else f"an integer of {least} or more"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
     if value >= 2**bits:
         raise ValueError(f"{name} must be below 2**{bits}, got {value}")
-
-
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
-    if value >= 2**62:
-        raise ValueError(f"{name} must be below 2**62, got {value}")
 
 
 def check_pool_size(name: str, value: int | None) -> None:

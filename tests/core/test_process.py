@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +45,24 @@ CACHE_SETTINGS = {"max_size": 3, "max_bytes": 50, "keep_after": 2, "auto_tune": 
 
 
 @pytest.mark.parametrize("find", SHARED)
-def test_what_modules_share_is_one(find: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in dict(process._MADE):
-        monkeypatch.delitem(process._MADE, made)
+def test_what_modules_share_is_one(find: Callable[[], Any]) -> None:
     one, *others = in_threads(lambda _: find())
     assert all(other is one for other in others)
     assert pickle.loads(pickle.dumps(one)) is one
     assert copy.copy(one) is copy.deepcopy([one])[0] is one
+
+
+def test_threads_make_it_once() -> None:
+    made: list[MemoryPool] = []
+
+    @process.once
+    def find() -> MemoryPool:
+        time.sleep(0.01)
+        made.append(MemoryPool())
+        return made[-1]
+
+    assert {id(each) for each in in_threads(lambda _: find())} == {id(made[0])}
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
