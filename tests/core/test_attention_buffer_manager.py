@@ -101,14 +101,14 @@ def test_types_and_configs_are_those_of_the_guide() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"typical_size_mb": 0}, ValueError, r"must be positive and below 2\*\*62, got 0"),
-        ({"typical_size_mb": float("nan")}, ValueError, r"must be positive and below 2\*\*62, got nan"),
+        ({"typical_size_mb": 0}, ValueError, "must be positive and finite, got 0"),
+        ({"typical_size_mb": float("nan")}, ValueError, "must be positive and finite, got nan"),
         ({"typical_size_mb": "4"}, TypeError, "must be a number, got '4'"),
         ({"reuse_frequency": "often"}, ValueError, "must be one of .* got 'often'"),
         ({"lifetime": "epoch"}, ValueError, "must be one of .* got 'epoch'"),
         ({"zero_init": 1}, TypeError, "must be a bool, got 1"),
         ({"prefer_numa": "yes"}, TypeError, "must be a bool, got 'yes'"),
-        ({"alignment": 48}, ValueError, "must be a power of two, got 48"),
+        ({"alignment": 48}, ValueError, "must be a power of two up to .* got 48"),
     ],
 )
 def test_config_is_validated(options: dict[str, Any], error: type[Exception], message: str) -> None:
