@@ -113,18 +113,17 @@ class MemoryPool(PerProcess):
         check_flags(pinned=pinned, numa=numa, zero_init=zero_init, ahead=ahead)
         check_alignment(alignment)
         where, request = check_device(device) or CPU, Request(check_shape(shape), dtype, tag, fit, alignment)
-        is_kept = where.type == "cpu" and fit != "fresh"
+        pinned = pinned and where.type == "cpu" and torch.accelerator.is_available()
+        is_kept = where.type == "cpu" and fit != "fresh" and not pinned
         if (needed := request.needed) >= 2**62:
             raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {needed}")
         if is_kept and self.max_bytes is not None and needed > self.max_bytes:
             limit = f"the pool's budget of {self.max_bytes} bytes"
             raise ValueError(f"a buffer of {needed} bytes does not fit {limit}")
-        if pinned and where.type == "cpu" and torch.accelerator.is_available():
-            buffer = self._lend_fresh(request, where, ahead, pinned=True)
-        elif is_kept:
-            buffer = self._lend(request, ahead, touched=numa and numa_nodes() > 1)
+        if is_kept:
+            buffer = self._lend(request, ahead, is_touched=numa and numa_nodes() > 1)
         else:
-            buffer = self._lend_fresh(request, where, ahead)
+            buffer = self._lend_fresh(request, where, pinned)
         self._trim()
         return buffer.zero_() if zero_init else buffer
 
@@ -270,7 +269,7 @@ class MemoryPool(PerProcess):
                 stats["types"] = {tag: {name: x[name] for name in FIGURES} for tag, x in self.figures.items()}
         return stats
 
-    def _lend(self, request: Request, ahead: bool = False, touched: bool = False) -> Tensor:
+    def _lend(self, request: Request, ahead: bool = False, is_touched: bool = False) -> Tensor:
         """A tensor in an idle block that fits it or in a new one; beside the pool if that has no room."""
         needed, is_scratch = request.needed, request.fit == "scratch"
         with self._lock:
@@ -278,19 +277,21 @@ class MemoryPool(PerProcess):
             size = size_class(needed) if request.fit == "class" else needed
             size = needed if size > limit else size
             buffer = self._find(request, size)
-            self._count(request, ahead, reused=buffer is not None)
+            if not ahead:
+                self._count(request, reused=buffer is not None)
             if buffer is not None:
                 return fill_if_deterministic(buffer)
             if is_scratch:  # what is too small now has no further use
                 self._free([block for block in self._find_idle(request.tag) if block.is_scratch])
             self._evict(limit - size)
             size = size if self._held() + size <= limit else needed
-        # Without the lock: a thread that runs out of memory asks all pools for theirs. A call of attention
-        # that runs out of scratch is tried again as a whole.
-        storage = _fresh(size, CPU, touched=touched, relieved=not is_scratch)
-        buffer = request.tensor_in(storage)
+        # Without the lock: a thread that runs out of memory asks all pools for theirs.
+        buffer = request.tensor_in(_fresh(size, relieved=not is_scratch))
+        if is_touched:
+            buffer.zero_()
         with self._lock:
             if self._held() + size <= limit:
+                storage = buffer.untyped_storage()
                 block = Block(storage, request.tag, is_scratch, request.nbytes, next(_CLOCK))
                 self._blocks[block.cdata] = block
                 self._peak = max(self._peak, self._held())
@@ -298,15 +299,13 @@ class MemoryPool(PerProcess):
                 self._loose[buffer] = request.tag
         return fill_if_deterministic(buffer)
 
-    def _lend_fresh(
-        self, request: Request, device: torch.device = CPU, ahead: bool = False, pinned: bool = False
-    ) -> Tensor:
+    def _lend_fresh(self, request: Request, device: torch.device = CPU, pinned: bool = False) -> Tensor:
         """A tensor in memory that the pool does not keep."""
-        buffer = request.tensor_in(_fresh(request.needed, device, pinned=pinned))
+        buffer = request.tensor_in(_fresh(request.needed, device, pinned))
         with self._lock:
             self._loose[buffer] = request.tag
-            self._count(request, ahead)
-        return fill_if_deterministic(buffer) if device.type == "cpu" else buffer
+            self._count(request)
+        return fill_if_deterministic(buffer) if device == CPU else buffer
 
     def _find(self, request: Request, size: int) -> Tensor | None:
         """A tensor in an idle block, the smallest that fits: of a size what was returned last, then what was
@@ -361,12 +360,11 @@ class MemoryPool(PerProcess):
     def _held(self) -> int:
         return sum(block.nbytes for block in list(self._blocks.values()))
 
-    def _count(self, request: Request, ahead: bool, reused: bool = False) -> None:
-        if not ahead:
-            figures = self.figures[request.tag]
-            figures["allocations"] += 1
-            figures["reuses"] += reused
-            figures["largest_bytes"] = max(figures["largest_bytes"], request.nbytes)
+    def _count(self, request: Request, reused: bool = False) -> None:
+        figures = self.figures[request.tag]
+        figures["allocations"] += 1
+        figures["reuses"] += reused
+        figures["largest_bytes"] = max(figures["largest_bytes"], request.nbytes)
 
 
 @once
@@ -381,15 +379,12 @@ def reset_global_memory_pool() -> None:
 
 
 def _fresh(
-    nbytes: int,
-    device: torch.device,
-    *,
-    pinned: bool = False,
-    touched: bool = False,
-    relieved: bool = True,
+    nbytes: int, device: torch.device = CPU, pinned: bool = False, *, relieved: bool = True
 ) -> torch.UntypedStorage:
-    def make() -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    """Scratch needs no relief of its own: a call of attention is tried again as a whole."""
 
-    buffer = with_relief((make, make), device, "") if relieved else make()
-    return (buffer.zero_() if touched else buffer).untyped_storage()
+    def make() -> torch.UntypedStorage:
+        fresh = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return fresh.untyped_storage()
+
+    return with_relief((make, make), device, "") if relieved else make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -11,21 +11,16 @@ import torch
 from .attention_buffer_manager import AttentionBufferManager, find_buffer_manager
 from .host_memory import describe_bytes
 from .memory_pool import get_global_memory_pool
-from .process import once, with_relief
+from .process import with_relief
 from .workspace import Workspace
 
 _T = TypeVar("_T")
 FRESH, POOL, LIGHTWEIGHT = "fresh", "pool", "lightweight"
 
 
-@once
-def _pooled() -> AttentionBufferManager:
-    return AttentionBufferManager(pool=get_global_memory_pool())
-
-
-@once
-def _lightweight() -> AttentionBufferManager:
-    return AttentionBufferManager(pool=get_global_memory_pool(), lightweight=True)
+@lru_cache(maxsize=2)
+def _of_global_pool(lightweight: bool) -> AttentionBufferManager:
+    return AttentionBufferManager(pool=get_global_memory_pool(), lightweight=lightweight)
 
 
 def find_source(memory: str) -> AttentionBufferManager | None:
@@ -35,7 +30,7 @@ def find_source(memory: str) -> AttentionBufferManager | None:
     that changes no result.
     """
     if memory in (POOL, LIGHTWEIGHT):
-        return _pooled() if memory == POOL else _lightweight()
+        return _of_global_pool(memory == LIGHTWEIGHT)
     return find_buffer_manager(memory)
 
 
