@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -67,7 +67,8 @@ class AttentionBufferManager(process.PerProcess):
             sharing a manager or a pool; what is counted is then what all of them did.
     """
 
-    SETTINGS = ("enable_reuse", "enable_preallocation", "lightweight", "enable_profiling", "retries", "pool")
+    SWITCHES = ("enable_reuse", "enable_preallocation", "lightweight", "enable_profiling", "retries")
+    SETTINGS = (*SWITCHES, "custom_configs", "pool")
 
     def __init__(
         self,
@@ -82,10 +83,11 @@ class AttentionBufferManager(process.PerProcess):
     ) -> None:
         self.enable_reuse, self.enable_preallocation = enable_reuse, enable_preallocation
         self.lightweight, self.enable_profiling, self.retries = lightweight, enable_profiling, retries
-        check_flags(**{name: getattr(self, name) for name in self.SETTINGS[:-1]})
+        check_flags(**{name: getattr(self, name) for name in self.SWITCHES})
         if custom_configs is not None and not isinstance(custom_configs, Mapping):
             raise TypeError(f"custom_configs must be a mapping, got {custom_configs!r}")
         custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
+        self.custom_configs = custom
         for buffer_type, config in custom.items():
             if not isinstance(config, BufferConfig):
                 raise TypeError(f"the config of {buffer_type.value} must be a BufferConfig, got {config!r}")
@@ -224,12 +226,6 @@ class AttentionBufferManager(process.PerProcess):
             "buffer_types": types,
         }
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if _SHARED.get(self.settings) is self:
-            return shared_buffer_manager, (self.settings,)
-        make, _ = super().__reduce__()
-        return partial(make, self.configs), ()
-
     @property
     def settings(self) -> Settings:
         is_pooled = self.pool is get_global_memory_pool()
@@ -297,6 +293,7 @@ def shared_buffer_manager(settings: Settings) -> AttentionBufferManager:
             pool_size = switches.pop("pool_size")
             pool = get_global_memory_pool() if switches.pop("is_pooled") else MemoryPool(pool_size=pool_size)
             manager = _SHARED[settings] = AttentionBufferManager(**switches, pool=pool)
+            manager._found_by = partial(shared_buffer_manager, settings)
         return manager
 
 
