@@ -8,8 +8,10 @@ import random
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -73,34 +75,54 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Callable[[Memory | None], None]:
     return lambda memory: monkeypatch.setattr(memory_pool, "host_memory", lambda: memory)
 
 
+# Ways to see the memory of a tensor, for as long as the object that they give exists.
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "view": lambda x: x.view(-1)[3:30],
+    "detached": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "storage": lambda x: x.untyped_storage(),
+    "bytes": lambda x: torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()),
+    "storage slice": lambda x: x.untyped_storage()[:8],
+    "dlpack": lambda x: torch.utils.dlpack.to_dlpack(x.detach()),
+    "from_dlpack": lambda x: torch.from_dlpack(x.detach()),
+}
+if find_spec("numpy") is not None:
+    HOLDS |= {
+        "numpy": lambda x: x.detach().numpy(),
+        "memoryview": lambda x: memoryview(x.detach().numpy()),
+        "numpy of a view": lambda x: x.detach().view(-1)[2:].numpy(),
+    }
+ALWAYS = ("bytes", "from_dlpack")  # tensors that are no buffers of the pool
+
+
 @dataclass
 class Loan:
-    """One allocation and all that can see its memory, which is filled with `value`."""
+    """One allocation, filled with `value`, and all that can see its memory."""
 
     value: int
     tensor: Tensor | None
-    views: list[Tensor] = field(default_factory=list)
-    storages: list[torch.UntypedStorage | Tensor] = field(default_factory=list)  # or bytes made from one
+    holders: list[tuple[str, Any]] = field(default_factory=list)
     graphs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # leaf, loss
     returned: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.tensor is not None
+        storage = self.tensor.untyped_storage()
+        self.cdata, self.span = storage._cdata, (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
     @property
     def tensors(self) -> list[Tensor]:
-        return self.views if self.tensor is None else [self.tensor, *self.views]
+        """Those that see the memory: a returned one is empty, unless a view or a graph needs it."""
+        held = [x for kind, x in self.holders if isinstance(x, Tensor) and kind not in ALWAYS]
+        tensors = held if self.tensor is None else [self.tensor, *held]
+        return [x for x in tensors if x.untyped_storage()._cdata == self.cdata]
 
     @property
     def is_seen(self) -> bool:
-        return bool(self.tensors or self.storages or self.graphs)
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        for x in (*self.tensors, *self.storages):
-            nbytes = x.nbytes if isinstance(x, Tensor) else x.nbytes()
-            if nbytes:
-                yield x.data_ptr(), x.data_ptr() + nbytes
-
-
-def storage_of(x: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
-    return x.untyped_storage() if isinstance(x, Tensor) else x
+        # A view keeps the tensor it was taken of, also when the view itself was returned and is empty.
+        others = any(kind in (*ALWAYS, "view") or not isinstance(x, Tensor) for kind, x in self.holders)
+        return others or bool(self.tensors or self.graphs)
 
 
 def refusal(pool: MemoryPool, buffer: Tensor) -> str:
@@ -113,7 +135,7 @@ def refusal(pool: MemoryPool, buffer: Tensor) -> str:
 
 
 class NeverTwice(RuleBasedStateMachine):
-    """Loans that are returned, dropped, viewed and kept in every order, each filled with its own number."""
+    """Loans that are returned, dropped and held in every way and order, each filled with its own number."""
 
     BUDGET: ClassVar = 48 * KIB
     picks = st.integers(0, 999)
@@ -133,7 +155,7 @@ class NeverTwice(RuleBasedStateMachine):
         shape=st.lists(st.integers(0, 24), max_size=3),
         dtype=st.sampled_from([torch.float32, torch.uint8, torch.float64, torch.int16, torch.complex64]),
         tag=tags,
-        fit=st.sampled_from(["class", "best", "exact"]),
+        fit=st.sampled_from(["class", "best", "exact", "scratch"]),
         zero_init=st.booleans(),
         alignment=st.sampled_from([None, None, 1, 256, 4096]),
     )
@@ -145,50 +167,29 @@ class NeverTwice(RuleBasedStateMachine):
         assert (list(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
         assert tensor.data_ptr() % (options["alignment"] or 1) == 0
         assert not options["zero_init"] or not tensor.any()
-        value = self.requests % 200 + 1
+        value = self.requests % 100 + 1
         self.loans.append(Loan(value, tensor.fill_(value)))
 
-    @rule(number=picks, by_view=st.booleans())
-    def deallocate(self, number: int, by_view: bool) -> None:
-        loan = self.pick(number, lambda loan: loan.tensors and not loan.returned)
+    @rule(number=picks)
+    def deallocate(self, number: int) -> None:
+        loan = self.pick(number, lambda loan: loan.tensors and loan.cdata in self.pool._blocks)
         if loan is None:
             return
-        use_view = loan.tensor is None or (by_view and bool(loan.views))
-        if use_view:
-            self.pool.deallocate(loan.views[-1])
-        else:
-            assert loan.tensor is not None
-            numel, is_held = loan.tensor.numel(), any(view._base is loan.tensor for view in loan.views)
-            self.pool.deallocate(loan.tensor)
-            # Emptied, unless a view's base or a graph is this very tensor.
-            assert loan.tensor.numel() in ((numel,) if is_held else (0,) if not loan.graphs else (0, numel))
+        tensor = loan.tensors[number % len(loan.tensors)]
+        if loan.returned:
+            assert "not on loan from this pool" in refusal(self.pool, tensor)
+            return
+        numel, is_needed = tensor.numel(), any(x._base is tensor for x in loan.tensors)
+        self.pool.deallocate(tensor)
+        assert tensor.numel() in ((numel,) if is_needed else (0,) if not loan.graphs else (0, numel))
         self.returns += 1
         loan.returned = True
 
-    @rule(number=picks)
-    def deallocate_again(self, number: int) -> None:
-        loan = self.pick(number, lambda loan: loan.tensors and loan.returned)
-        if loan is not None:
-            assert "not on loan from this pool" in refusal(self.pool, loan.tensors[-1])
-
-    @rule(number=picks, start=st.integers(0, 40), detached=st.booleans())
-    def view(self, number: int, start: int, detached: bool) -> None:
+    @rule(number=picks, kind=st.sampled_from(list(HOLDS)))
+    def hold(self, number: int, kind: str) -> None:
         loan = self.pick(number)
         if loan is not None:
-            source = loan.tensors[number % len(loan.tensors)]
-            loan.views.append(source.detach() if detached else source.view(-1)[start : start + 30])
-
-    @rule(number=picks)
-    def keep_storage(self, number: int) -> None:
-        loan = self.pick(number)
-        if loan is not None:
-            loan.storages.append(loan.tensors[-1].untyped_storage())
-
-    @rule(number=picks)
-    def tensor_from_storage(self, number: int) -> None:
-        loan = self.pick(number, lambda loan: loan.storages)
-        if loan is not None and isinstance(loan.storages[0], torch.UntypedStorage):
-            loan.storages.append(torch.empty(0, dtype=torch.uint8).set_(loan.storages.pop(0)))
+            loan.holders.append((kind, HOLDS[kind](loan.tensors[number % len(loan.tensors)])))
 
     @rule(number=picks)
     def use_in_graph(self, number: int) -> None:
@@ -206,14 +207,14 @@ class NeverTwice(RuleBasedStateMachine):
             assert leaf.grad is not None
             assert (leaf.grad == loan.value).all()
 
-    @rule(number=picks, what=st.sampled_from(["tensor", "views", "storages", "graphs", "all"]))
+    @rule(number=picks, what=st.sampled_from(["tensor", "holders", "graphs", "all"]))
     def drop(self, number: int, what: str) -> None:
         loan = self.pick(number, lambda loan: True)
         if loan is None:
             return
         if what in ("tensor", "all"):
             loan.tensor = None
-        for name in ("views", "storages", "graphs"):
+        for name in ("holders", "graphs"):
             if what in (name, "all"):
                 getattr(loan, name).clear()
         self.loans = [loan for loan in self.loans if loan.is_seen]
@@ -231,45 +232,53 @@ class NeverTwice(RuleBasedStateMachine):
         assert self.pool.clear() == before["cached_bytes"]
         assert self.pool.get_stats()["cached_buffers"] == 0
 
-    @rule(sizes=st.lists(st.integers(0, 2000), min_size=1, max_size=3))
-    def use_workspace(self, sizes: list[int]) -> None:
+    @rule(size=st.integers(0, 2000))
+    def use_workspace(self, size: int) -> None:
         self.requests += 1
         with self.pool.workspace(CPU) as workspace:
-            scratch = workspace.take("slot", (sizes[0],), torch.uint8, CPU).fill_(255)
+            scratch = workspace.take("slot", (size,), torch.uint8, CPU).fill_(255)
             self.contents_stay()
             assert (scratch == 255).all()
 
     @invariant()
     def no_memory_has_two_users(self) -> None:
-        spans = sorted((*span, i) for i, loan in enumerate(self.loans) for span in loan.spans())
-        reached, owner = 0, -1
-        for start, end, i in spans:
-            assert start >= reached or i == owner, "two loans share memory"
-            reached, owner = max(reached, end), i
+        spans = sorted(loan.span for loan in self.loans if loan.is_seen)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "two loans share memory"
 
     @invariant()
     def contents_stay(self) -> None:
         for loan in self.loans:
-            assert all((tensor == loan.value).all() for tensor in loan.tensors)
+            held = [x for kind, x in loan.holders if kind.startswith("numpy") or kind == "from_dlpack"]
+            assert all((x == loan.value).all() for x in (*loan.tensors, *held))
 
     @invariant()
     def figures_are_true(self) -> None:
         stats = check_consistent(self.pool)
         assert stats["total_allocated"] <= self.BUDGET
         assert (stats["allocation_count"], stats["deallocation_count"]) == (self.requests, self.returns)
-        blocks = self.pool._blocks
-        seen = {storage_of(x)._cdata for loan in self.loans for x in (*loan.tensors, *loan.storages)}
-        # A view keeps the tensor it was taken of, also when the view itself was returned and is empty.
-        bases = [view._base for loan in self.loans for view in loan.views if view._base is not None]
-        seen |= {storage_of(base)._cdata for base in bases}
-        for loan in self.loans:
-            for _, loss in loan.graphs:  # sum(leaf * buffer) saved the buffer
-                seen.add(loss.grad_fn.next_functions[0][0]._saved_other.untyped_storage()._cdata)
-        assert stats["in_use_bytes"] == sum(block.nbytes for block in blocks.values() if block.cdata in seen)
+        seen = {loan.cdata for loan in self.loans if loan.is_seen}
+        blocks = self.pool._blocks.values()
+        assert stats["in_use_bytes"] == sum(block.nbytes for block in blocks if block.cdata in seen)
 
 
 TestNeverTwice = NeverTwice.TestCase
 TestNeverTwice.settings = settings(max_examples=200, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_memory_waits_for_whatever_sees_it(kind: str, returns: bool) -> None:
+    pool = MemoryPool(MIB)
+    buffer = pool.allocate((64,))
+    address, held = buffer.data_ptr(), HOLDS[kind](buffer)
+    if returns:
+        pool.deallocate(buffer)
+    del buffer
+    others = [pool.allocate((64,)) for _ in range(3)]
+    assert address not in {other.data_ptr() for other in others}
+    assert check_consistent(pool)["in_use_bytes"] == 4 * SMALLEST
+    del held
+    assert pool.allocate((64,)).data_ptr() == address
 
 
 @pytest.mark.parametrize("turns_into", ["tensor", "storage"])
@@ -291,36 +300,6 @@ def test_user_who_changes_hold_while_the_pool_looks(turns_into: str, monkeypatch
     monkeypatch.setattr(torch._C, "_storage_Use_Count", look)
     (block,) = pool._blocks.values()
     assert not block.has_users(0)
-
-
-EXPORTS: dict[str, Callable[[Tensor], Any]] = {
-    "numpy": lambda x: x.numpy(),
-    "memoryview": lambda x: memoryview(x.numpy()),
-    "numpy of a view": lambda x: x[2:].numpy(),
-    "dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
-    "from_dlpack": torch.from_dlpack,
-    "storage slice": lambda x: x.untyped_storage()[4:8],
-    "parameter": lambda x: torch.nn.Parameter(x),
-    "data": lambda x: x.data,
-}
-
-
-@pytest.mark.parametrize("returns", [True, False])
-@pytest.mark.parametrize("name", EXPORTS)
-def test_exported_memory_waits_for_its_users(name: str, returns: bool) -> None:
-    if "numpy" in name or name == "memoryview":
-        pytest.importorskip("numpy")
-    pool = MemoryPool(MIB)
-    buffer = pool.allocate((64,))
-    address, exported = buffer.data_ptr(), EXPORTS[name](buffer)
-    if returns:
-        pool.deallocate(buffer)
-    del buffer
-    others = [pool.allocate((64,)) for _ in range(3)]
-    assert address not in {other.data_ptr() for other in others}
-    assert check_consistent(pool)["in_use_bytes"] == 4 * SMALLEST
-    del exported
-    assert pool.allocate((64,)).data_ptr() == address
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
