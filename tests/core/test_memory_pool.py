@@ -9,6 +9,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -22,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from dilated_attention_pytorch.core import (
+    AttentionBufferManager,
     MemoryPool,
     get_global_memory_pool,
     memory_pool,
@@ -62,6 +64,10 @@ def reused(pool: MemoryPool, *args: Any, **options: Any) -> bool:
     before = pool.get_stats()["reuse_count"]
     pool.allocate(*args, **options)
     return pool.get_stats()["reuse_count"] > before
+
+
+def scratch_of(pool: MemoryPool, **options: Any) -> AbstractContextManager[Workspace]:
+    return AttentionBufferManager(pool=pool, **options).workspace(CPU)
 
 
 def take(workspace: Workspace, *slots: str, numel: int = 100) -> list[Tensor]:
@@ -235,7 +241,7 @@ class NeverTwice(RuleBasedStateMachine):
     @rule(size=st.integers(0, 2000))
     def use_workspace(self, size: int) -> None:
         self.requests += 1
-        with self.pool.workspace(CPU) as workspace:
+        with scratch_of(self.pool) as workspace:
             scratch = workspace.take("slot", (size,), torch.uint8, CPU).fill_(255)
             self.contents_stay()
             assert (scratch == 255).all()
@@ -335,7 +341,7 @@ def test_inference_and_training_share_memory(first: bool) -> None:
     for inference in (first, not first):
         with torch.inference_mode(inference):
             buffer = pool.allocate((4,)).fill_(1)
-            with pool.workspace(CPU) as workspace:
+            with scratch_of(pool) as workspace:
                 workspace.take("slot", (4,), torch.float32, CPU).fill_(1)
         pool.deallocate(buffer)
     assert pool.get_stats()["reuse_count"] == 2
@@ -437,7 +443,7 @@ def test_tags_have_their_own_memory() -> None:
         pool.deallocate(b, "a")
     pool.deallocate(b, "b")
     assert pool.allocate((64,), tag="a").data_ptr() == address
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "a")  # nor do scratch and buffers of one tag exchange theirs
     assert pool.idle_buffers() == {"a": (2, SMALLEST + 100), "b": (1, SMALLEST)}
     assert pool.clear("a") == SMALLEST + 100
@@ -643,7 +649,7 @@ def test_pool_size_bounds_the_idle_buffers(pool_size: int | None) -> None:
     dropped = [pool.allocate((2**12,)) for _ in range(12)]
     del dropped
     pool.allocate((8,), torch.uint8, tag="other")
-    with pool.workspace(CPU) as workspace:  # scratch counts, too, and goes last
+    with scratch_of(pool) as workspace:  # scratch counts, too, and goes last
         take(workspace, "key", "value")
     assert check_consistent(pool)["cached_buffers"] <= most
     assert ("key" in pool.idle_buffers()) == (most > 1)
@@ -657,7 +663,7 @@ def test_scarce_memory_frees_what_is_idle(
     look(PLENTY)
     kept = pool.allocate((64,), tag="kept")
     pool.allocate((64,))
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "slot")
     assert not pool.memory_is_scarce
     assert pool.cleanup() == 0
@@ -719,7 +725,7 @@ def test_aggressive_cleanup_collects_and_frees_all(monkeypatch: pytest.MonkeyPat
     cycle: list[Any] = [pool.allocate((64,))]
     cycle.append(cycle)
     del cycle
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "slot")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
@@ -749,7 +755,7 @@ def test_other_devices_are_left_to_torch() -> None:
     assert (buffer.shape, buffer.dtype) == ((4096,), torch.float64)
     pool.deallocate(buffer)
     assert "not on loan" in refusal(pool, buffer)
-    with pool.workspace(torch.device("meta")) as workspace:
+    with AttentionBufferManager(pool=pool).workspace(torch.device("meta")) as workspace:
         assert workspace.take("slot", (4,), torch.float32, torch.device("meta")).device.type == "meta"
     stats = pool.get_stats()
     assert (stats["allocation_count"], stats["deallocation_count"], stats["total_allocated"]) == (1, 1, 0)
@@ -783,7 +789,7 @@ def test_slots_stay_warm_over_calls_and_layers() -> None:
     pool, addresses = MemoryPool(MIB), set()
 
     def call(numel: int) -> None:
-        with pool.workspace(CPU) as workspace:
+        with scratch_of(pool) as workspace:
             key, value = take(workspace, "key", "value", numel=numel)
             key.fill_(1)
             value.fill_(2)
@@ -795,12 +801,12 @@ def test_slots_stay_warm_over_calls_and_layers() -> None:
         call(100 - layer)
     assert len(addresses) == 1
     figures = [counts(pool)]
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "key", numel=101)  # too small: replaced
         take(workspace, "key", numel=300)  # and again in the same call
         workspace.take("key", (2,), torch.float32, CPU)
     figures.append(counts(pool))
-    with pool.workspace(CPU, reuse=False) as workspace:
+    with scratch_of(pool, enable_reuse=False) as workspace:
         take(workspace, "key")
     figures.append(counts(pool))
     # Requests, those that found memory, bytes that are held.
@@ -814,9 +820,9 @@ def counts(pool: MemoryPool) -> tuple[int, int, int]:
 
 def test_concurrent_calls_have_their_own_scratch() -> None:
     pool = MemoryPool(MIB)
-    with pool.workspace(CPU) as first:
+    with scratch_of(pool) as first:
         (a,) = take(first, "key")
-        with pool.workspace(CPU) as second:
+        with scratch_of(pool) as second:
             b, _ = take(second, "key", "value")
             a.fill_(1)
             b.fill_(2)
@@ -825,7 +831,7 @@ def test_concurrent_calls_have_their_own_scratch() -> None:
         del b, _
         assert pool.clear("key") == 100  # of the second one
         assert check_consistent(pool)["in_use_bytes"] == 100
-    with pool.workspace(CPU) as third:
+    with scratch_of(pool) as third:
         (c,) = take(third, "key")
         assert c.data_ptr() != a.data_ptr()  # which is still seen here
     del a, c
@@ -837,7 +843,7 @@ def test_scratch_of_a_failed_call_waits_for_its_frames() -> None:
     pool = MemoryPool(MIB)
 
     def fail() -> None:
-        with pool.workspace(CPU) as workspace:
+        with scratch_of(pool) as workspace:
             _scratch = take(workspace, "slot")
             raise KeyError
 
@@ -855,7 +861,7 @@ def test_reset_while_lent() -> None:
     pool, lock = get_global_memory_pool(), get_global_memory_pool()._lock
     buffer = pool.allocate((64,)).fill_(1)
     beside = pool.allocate((4,), device="meta")
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         (scratch,) = take(workspace, "slot")
         scratch.fill_(2)
         reset_global_memory_pool()
@@ -874,11 +880,11 @@ def test_reset_while_lent() -> None:
 def test_scratch_keeps_to_the_budget() -> None:
     pool = MemoryPool(KIB)
     pool.allocate((KIB // 2,), torch.uint8)
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "slot", numel=KIB)
     stats = check_consistent(pool)
     assert (stats["total_allocated"], stats["evictions"]) == (KIB, 1)
-    with pool.workspace(CPU) as workspace:
+    with scratch_of(pool) as workspace:
         take(workspace, "slot", numel=2 * KIB)  # a call is not refused its scratch, but nobody keeps it
     assert check_consistent(pool)["total_allocated"] == 0
 
@@ -887,8 +893,8 @@ def test_results_are_pooled_from_a_size_on(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory_pool, "RESULT_BYTES", 3000)
     pool = MemoryPool(MIB)
 
-    def call(shape: tuple[int, ...], make_result: Any = pool.result) -> Tensor:
-        with pool.workspace(CPU, make_result=make_result) as workspace:
+    def call(shape: tuple[int, ...], **options: Any) -> Tensor:
+        with scratch_of(pool, **options) as workspace:
             return workspace.result(shape, torch.uint8, CPU)
 
     assert tag_of(pool, call((2999,))) is None
@@ -904,7 +910,7 @@ def test_results_are_pooled_from_a_size_on(monkeypatch: pytest.MonkeyPatch) -> N
     held = [call((3003,)), call((3003,))]
     assert address in {buffer.data_ptr() for buffer in held}
     assert pool.get_stats()["reuse_count"] == 2
-    assert tag_of(pool, call((3003,), None)) is None
+    assert tag_of(pool, call((3003,), lightweight=True)) is None
     assert tag_of(pool, call((2 * MIB,))) is None  # beyond the budget
     check_consistent(pool)
 
@@ -912,7 +918,7 @@ def test_results_are_pooled_from_a_size_on(monkeypatch: pytest.MonkeyPatch) -> N
 def test_profiling_shows_figures_by_type() -> None:
     pool = MemoryPool(MIB, enable_profiling=True)
     for _ in range(2):
-        with pool.workspace(CPU) as workspace:
+        with scratch_of(pool) as workspace:
             take(workspace, "key")
     for numel in (10, 20):
         pool.deallocate(pool.allocate((numel,), tag="mask"))
@@ -934,7 +940,7 @@ def test_threads_share_a_pool() -> None:
         for i in range(num_operations):
             action, number = choose.random(), seed * num_operations + i
             if action < 0.1:
-                with pool.workspace(CPU) as workspace:
+                with scratch_of(pool) as workspace:
                     size = choose.randrange(1, 150)
                     scratch = workspace.take("slot", (size,), torch.int64, CPU).fill_(number)
                     requests += 1
@@ -981,7 +987,7 @@ def test_threads_and_resets_leave_a_consistent_pool() -> None:
             if i == 0 and number % 10 == 0:
                 pool.reset()
             buffer = pool.allocate((64 + number % 200,), torch.int64).fill_(number)
-            with pool.workspace(CPU) as workspace:
+            with scratch_of(pool) as workspace:
                 take(workspace, "slot", numel=number)
             assert buffer.tolist() == [number] * len(buffer)
 

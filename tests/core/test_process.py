@@ -120,10 +120,10 @@ def use_all(cache: PatternCache, pool: MemoryPool, manager: AttentionBufferManag
     """Starts with everything empty, and finds it usable."""
     assert len(cache) == cache.get_stats()["misses"] == 0
     assert cache.get_or_build("a", lambda: 2) == 2
-    for each in (pool, manager.pool):
-        stats = each.get_stats()
+    for each in (AttentionBufferManager(pool=pool), manager):
+        stats = each.pool.get_stats()
         assert stats["total_allocated"] == stats["allocation_count"] == stats["peak_allocated"] == 0
-        own = each.allocate((64,)).fill_(2)
+        own = each.pool.allocate((64,)).fill_(2)
         with each.workspace(torch.device("cpu")) as workspace:
             workspace.take("slot", (4,), torch.float32, torch.device("cpu"))
         assert own.tolist() == [2] * 64
@@ -161,7 +161,7 @@ def test_a_forked_child_starts_clean_while_the_locks_are_held() -> None:
             pool.deallocate(kept)
 
     locks = [each._lock for each in (*states, manager.pool, *shared)]
-    with pool.workspace(torch.device("cpu")), locked_elsewhere(process.LOCK, *locks):
+    with manager.workspace(torch.device("cpu")), locked_elsewhere(process.LOCK, *locks):
         forked = multiprocessing.get_context("fork").Process(target=child)
         forked.start()
         forked.join(30)

@@ -6,8 +6,8 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, get_args
@@ -29,13 +29,13 @@ from .buffer_config import (
 )
 from .host_memory import normal_device
 from .memory_pool import MemoryPool, get_global_memory_pool
-from .workspace import Workspace
+from .workspace import Fit, Request, Workspace
 
 __all__ = ["AttentionBufferManager", "BufferConfig", "BufferType", "create_attention_buffer_manager"]
 
 RECURS_AFTER = 3  # requests of one shape that make it a habit
 MAX_SHAPES = 1024  # that the manager remembers
-Request = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
+Kind = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
 
 
 class Settings(NamedTuple):
@@ -101,7 +101,7 @@ class AttentionBufferManager(process.PerProcess):
 
     def _start_clean(self) -> None:
         self._seconds: Counter[BufferType] = Counter()
-        self._shapes: Counter[Request] = Counter()
+        self._shapes: Counter[Kind] = Counter()
         self._is_cold = False  # the cache was cleared, and what recurs was not yet allocated ahead
 
     def allocate(
@@ -157,7 +157,7 @@ class AttentionBufferManager(process.PerProcess):
             check_positive_int(name, size)
         names = [buffer_types] if isinstance(buffer_types, str) else buffer_types
         place, shape, room = normal_device(device), tuple(given.values()), math.inf
-        requests: list[Request] = [(check_buffer_type(name), shape, dtype, place) for name in names]
+        requests: list[Kind] = [(check_buffer_type(name), shape, dtype, place) for name in names]
         if not given:
             with self._lock:
                 requests = [request for request, times in self._shapes.most_common() if times >= RECURS_AFTER]
@@ -184,17 +184,28 @@ class AttentionBufferManager(process.PerProcess):
                 self.pool.clear(tag)
         self._is_cold = self.enable_preallocation
 
-    def workspace(self, device: torch.device) -> AbstractContextManager[Workspace]:
-        """Scratch for one call of attention, counted by type: packed queries, keys and values, and TEMP."""
+    @contextmanager
+    def workspace(self, device: torch.device) -> Iterator[Workspace]:
+        """Scratch for one call of attention on a device, counted by type, warm from earlier calls."""
         self._warm_up()
         make_result = None if self.lightweight else self._result
-        return self.pool.workspace(device, make_result=make_result, reuse=self.enable_reuse)
+        workspace = Workspace(self._scratch, make_result) if device.type == "cpu" else Workspace()
+        try:
+            yield workspace
+        finally:
+            workspace.buffers.clear()
+        self.pool.trim()
+
+    def _scratch(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        fit: Fit = "scratch" if self.enable_reuse else "fresh"
+        return self.pool.lend(Request(shape, dtype, slot, fit))
 
     def _result(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        buffer = self.pool.result(slot, shape, dtype)
-        if buffer.nbytes >= memory_pool.RESULT_BYTES:
-            self._learn((BufferType.OUTPUT, tuple(shape), dtype, memory_pool.CPU))
-        return buffer
+        """Pooled where fresh pages would cost time and the budget allows."""
+        if not memory_pool.RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.pool.budget:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        self._learn((BufferType.OUTPUT, tuple(shape), dtype, torch.device("cpu")))
+        return self.pool.lend(Request(shape, dtype, slot, "exact"))
 
     def get_stats(self) -> dict[str, Any]:
         """Requests, hits and what is kept, in all and by type (`buffer_types`)."""
@@ -232,7 +243,7 @@ class AttentionBufferManager(process.PerProcess):
         switches = (self.enable_reuse, self.enable_preallocation, self.lightweight, self.enable_profiling)
         return Settings(*switches, is_pooled, self.retries, self.pool.pool_size)
 
-    def _lend(self, request: Request, zeros: bool | None, ahead: bool = False) -> Tensor:
+    def _lend(self, request: Kind, zeros: bool | None, ahead: bool = False) -> Tensor:
         buffer_type, shape, dtype, device = request
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
@@ -255,7 +266,7 @@ class AttentionBufferManager(process.PerProcess):
         self.pool.clear(tag, keep=self.capacity(buffer_type))  # what was dropped, not returned, is idle, too
         return buffer
 
-    def _learn(self, request: Request) -> None:
+    def _learn(self, request: Kind) -> None:
         with self._lock:
             if self.enable_preallocation and (request in self._shapes or len(self._shapes) < MAX_SHAPES):
                 self._shapes[request] += 1

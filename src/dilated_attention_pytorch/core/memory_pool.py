@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import MutableMapping, Sequence
 from itertools import count
 from typing import Any, get_args
 
@@ -25,9 +24,9 @@ from ..checks import (
 )
 from .host_memory import host_memory, numa_nodes
 from .process import LOGGER, PerProcess, once, release_idle_memory, with_relief
-from .workspace import SMALLEST, Block, Fit, Make, Request, Workspace, fill_if_deterministic, size_class
+from .workspace import SMALLEST, Block, Fit, Request, fill_if_deterministic, size_class
 
-# The C library keeps what is freed below 32 MiB for the next caller; larger buffers start as fresh pages.
+# The C library keeps what is freed below 32 MiB for the next caller; larger results start as fresh pages.
 RESULT_BYTES = 32 * 2**20
 LEAST_BUDGET, UNKNOWN_BUDGET = 64 * 2**20, 2**30  # the latter where the system does not tell
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
@@ -120,12 +119,60 @@ class MemoryPool(PerProcess):
         if is_kept and self.max_bytes is not None and needed > self.max_bytes:
             limit = f"the pool's budget of {self.max_bytes} bytes"
             raise ValueError(f"a buffer of {needed} bytes does not fit {limit}")
-        if is_kept:
-            buffer = self._lend(request, ahead, is_touched=numa and numa_nodes() > 1)
-        else:
-            buffer = self._lend_fresh(request, where, pinned)
-        self._trim()
+        buffer = self.lend(request, where, pinned=pinned, ahead=ahead, is_touched=numa and numa_nodes() > 1)
+        self.trim()
         return buffer.zero_() if zero_init else buffer
+
+    def lend(
+        self,
+        request: Request,
+        device: torch.device = CPU,
+        *,
+        pinned: bool = False,
+        ahead: bool = False,
+        is_touched: bool = False,
+    ) -> Tensor:
+        """`allocate` without its checks: a tensor in an idle block that fits it or in a new one.
+
+        Beside the pool if that has no room, or does not keep such memory.
+        """
+        if device.type != "cpu" or pinned or request.fit == "fresh":
+            return self._lend_fresh(request, device, pinned)
+        needed, is_scratch = request.needed, request.fit == "scratch"
+        with self._lock:
+            limit = self.budget
+            size = size_class(needed) if request.fit == "class" else needed
+            size = needed if size > limit else size
+            buffer = self._find(request, size)
+            if not ahead:
+                self._count(request, reused=buffer is not None)
+            if buffer is not None:
+                return fill_if_deterministic(buffer)
+            if is_scratch:  # what is too small now has no further use
+                self._free([block for block in self._find_idle(request.tag) if block.is_scratch])
+            self._evict(limit - size)
+            size = size if self._held() + size <= limit else needed
+        # Without the lock: a thread that runs out of memory asks all pools for theirs.
+        buffer = request.tensor_in(_fresh(size, relieved=not is_scratch))
+        if is_touched:
+            buffer.zero_()
+        with self._lock:
+            if self._held() + size <= limit:
+                storage = buffer.untyped_storage()
+                block = Block(storage, request.tag, is_scratch, request.nbytes, next(_CLOCK))
+                self._blocks[block.cdata] = block
+                self._peak = max(self._peak, self._held())
+            else:
+                self._loose[buffer] = request.tag
+        return fill_if_deterministic(buffer)
+
+    def _lend_fresh(self, request: Request, device: torch.device, pinned: bool) -> Tensor:
+        """A tensor in memory that the pool does not keep."""
+        buffer = request.tensor_in(_fresh(request.needed, device, pinned))
+        with self._lock:
+            self._loose[buffer] = request.tag
+            self._count(request)
+        return fill_if_deterministic(buffer) if device == CPU else buffer
 
     def deallocate(self, buffer: Tensor, tag: str | None = None) -> None:
         """Returns a buffer, which must have the tag if one is given.
@@ -156,40 +203,18 @@ class MemoryPool(PerProcess):
         # tensor it stays whole, and the memory waits for them.
         if buffer._use_count() == 1:  # type: ignore[attr-defined]
             buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        self._trim()
-
-    @contextmanager
-    def workspace(
-        self, device: torch.device, *, make_result: Make | None = None, reuse: bool = True
-    ) -> Iterator[Workspace]:
-        """Scratch for one call, warm from earlier calls; without `reuse` it is fresh, and freed afterwards.
-
-        What the call returns comes from `make_result`, such as `result`, or is an ordinary tensor.
-        """
-
-        def scratch(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            if reuse:
-                return self._lend(Request(shape, dtype, slot, "scratch"))
-            return self._lend_fresh(Request(shape, dtype, slot, "fresh"))
-
-        workspace = Workspace(scratch, make_result) if device.type == "cpu" else Workspace()
-        try:
-            yield workspace
-        finally:
-            workspace.buffers.clear()
-        self._trim()
-
-    def result(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor that outlives the call; pooled where fresh pages would cost time and the budget allows."""
-        if RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.budget:
-            return self._lend(Request(shape, dtype, tag, "exact"))
-        return torch.empty(shape, dtype=dtype, device=CPU)
+        self.trim()
 
     def clear(self, tag: str | None = None, keep: int = 0) -> int:
         """Frees what is idle (of one tag, if given) but the `keep` used last; returns the bytes."""
         with self._lock:
             idle = self._find_idle(tag)
             return self._free(idle[: max(0, len(idle) - keep)])
+
+    def trim(self) -> None:
+        """Frees the idle buffers beyond `pool_size`."""
+        if self.pool_size is not None:
+            self.clear(keep=self.pool_size)
 
     def release_idle(self) -> int:
         return self.clear()
@@ -269,44 +294,6 @@ class MemoryPool(PerProcess):
                 stats["types"] = {tag: {name: x[name] for name in FIGURES} for tag, x in self.figures.items()}
         return stats
 
-    def _lend(self, request: Request, ahead: bool = False, is_touched: bool = False) -> Tensor:
-        """A tensor in an idle block that fits it or in a new one; beside the pool if that has no room."""
-        needed, is_scratch = request.needed, request.fit == "scratch"
-        with self._lock:
-            limit = self.budget
-            size = size_class(needed) if request.fit == "class" else needed
-            size = needed if size > limit else size
-            buffer = self._find(request, size)
-            if not ahead:
-                self._count(request, reused=buffer is not None)
-            if buffer is not None:
-                return fill_if_deterministic(buffer)
-            if is_scratch:  # what is too small now has no further use
-                self._free([block for block in self._find_idle(request.tag) if block.is_scratch])
-            self._evict(limit - size)
-            size = size if self._held() + size <= limit else needed
-        # Without the lock: a thread that runs out of memory asks all pools for theirs.
-        buffer = request.tensor_in(_fresh(size, relieved=not is_scratch))
-        if is_touched:
-            buffer.zero_()
-        with self._lock:
-            if self._held() + size <= limit:
-                storage = buffer.untyped_storage()
-                block = Block(storage, request.tag, is_scratch, request.nbytes, next(_CLOCK))
-                self._blocks[block.cdata] = block
-                self._peak = max(self._peak, self._held())
-            else:
-                self._loose[buffer] = request.tag
-        return fill_if_deterministic(buffer)
-
-    def _lend_fresh(self, request: Request, device: torch.device = CPU, pinned: bool = False) -> Tensor:
-        """A tensor in memory that the pool does not keep."""
-        buffer = request.tensor_in(_fresh(request.needed, device, pinned))
-        with self._lock:
-            self._loose[buffer] = request.tag
-            self._count(request)
-        return fill_if_deterministic(buffer) if device == CPU else buffer
-
     def _find(self, request: Request, size: int) -> Tensor | None:
         """A tensor in an idle block, the smallest that fits: of a size what was returned last, then what was
         lent longest ago, which may have been dropped instead of returned.
@@ -352,10 +339,6 @@ class MemoryPool(PerProcess):
                 going.append(block)
                 excess -= block.nbytes
         return self._free(going)
-
-    def _trim(self) -> None:
-        if self.pool_size is not None:
-            self.clear(keep=self.pool_size)
 
     def _held(self) -> int:
         return sum(block.nbytes for block in list(self._blocks.values()))

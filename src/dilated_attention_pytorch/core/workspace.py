@@ -20,7 +20,7 @@ class Workspace:
     """Scratch that the jobs of a call reuse one after the other. Serves one call, in one thread.
 
     Scratch never leaves the workspace; what outlives the call comes from `result`. Both are fresh memory, or
-    on the host from functions that make it: of (slot, shape, dtype), where the slot of results is "output".
+    host memory from functions that make it: of (slot, shape, dtype), where the slot of results is "output".
     """
 
     def __init__(self, make_scratch: Make | None = None, make_result: Make | None = None) -> None:
@@ -34,20 +34,18 @@ class Workspace:
         if buffer is None or buffer.numel() < numel:
             self.buffers.pop((slot, dtype), None)  # freed before its successor is allocated
             del buffer
-            buffer = self.buffers[slot, dtype] = _make(self._make_scratch, slot, (numel,), dtype, device)
+            if self._make_scratch is None:
+                buffer = torch.empty(numel, dtype=dtype, device=device)
+            else:
+                buffer = self._make_scratch(slot, (numel,), dtype)
+            self.buffers[slot, dtype] = buffer
         return buffer[:numel].view(shape)
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory that belongs to the caller."""
-        return _make(self._make_result, "output", shape, dtype, device)
-
-
-def _make(
-    make: Make | None, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if make is None or device.type != "cpu":  # devices have caches of torch's
-        return torch.empty(shape, dtype=dtype, device=device)
-    return make(slot, shape, dtype)
+        if self._make_result is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._make_result("output", shape, dtype)
 
 
 class Request(NamedTuple):
