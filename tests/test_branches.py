@@ -56,6 +56,7 @@ def test_branches_of_known_lengths() -> None:
     assert branches_for(16384, 4) == ((2048, 4096, 8192, 16384), (1, 2, 4, 4))
     assert branches_for(2**17, ratio=8) == ((2048, 16384, 131072), (1, 8, 64))
     assert branches_for(2**20, 16, first=4096)[1] == (1, 4, 16, 16, 16)
+    assert branches_for(torch.tensor(1000)) == ((2048,), (1,))  # an integer of another library
 
 
 def multihead(name: str) -> Callable[..., nn.Module]:

@@ -367,11 +367,17 @@ def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
 
 def check_count(name: str, value: int, least: int = 0, bits: int = 62) -> None:
     """Raises unless it is an integer from `least` on and below 2**bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         rule = "a positive integer" if least == 1 else f"an integer of {least} or more"
         raise ValueError(f"{name} must be {rule}, got {value!r}")
     if value >= 2**bits:
         raise ValueError(f"{name} must be below 2**{bits}, got {value}")
+
+
+def plain_int(value: Any) -> Any:
+    """An integer of another library as one of Python; anything else as it is."""
+    is_other = hasattr(value, "__index__") and not isinstance(value, int)
+    return operator.index(value) if is_other else value
 
 
 def check_positive_int(name: str, value: int, bits: int = 62) -> None:

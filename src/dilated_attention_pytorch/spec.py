@@ -17,6 +17,7 @@ from .checks import (
     check_probabilities,
     finite_float,
     one_of,
+    plain_int,
     positive_ints,
     refuse_unknown,
     share_of_one,
@@ -170,10 +171,12 @@ def branches_for(
     Returns:
         `(segment_lengths, dilation_rates)`, as `dilated_attention` and all modules take them.
     """
-    sizes = {"max_length": max_length, "num_heads": num_heads, "first": first, "ratio": ratio}
-    for name, size in sizes.items():
-        if size is not None or name in ("max_length", "first"):
-            check_positive_int(name, size)  # type: ignore[arg-type]
+    max_length, num_heads, first, ratio = map(plain_int, (max_length, num_heads, first, ratio))
+    for name, size in {"max_length": max_length, "first": first}.items():
+        check_positive_int(name, size)
+    for name, given in {"num_heads": num_heads, "ratio": ratio}.items():
+        if given is not None:
+            check_positive_int(name, given)
     if ratio == 1:
         raise ValueError("ratio must be at least 2, or the segments never span max_length, got 1")
     step = ratio or (2 if max_length <= 16 * first else 4)
@@ -211,7 +214,7 @@ def resolve_branches(
         given = "segment_lengths" if dilation_rates is None else "dilation_rates"
         raise ValueError(f"segment_lengths and dilation_rates are given together, got {given} alone")
     if max_length is not None:
-        check_positive_int("max_length", max_length)
+        check_positive_int("max_length", plain_int(max_length))
     if segment_lengths is not None and dilation_rates is not None:
         return segment_lengths, dilation_rates
     if max_length is None:
