@@ -53,6 +53,12 @@ def check_consistent(pool: MemoryPool) -> dict[str, Any]:
     return stats
 
 
+def read(pool: MemoryPool, names: str) -> tuple[Any, ...]:
+    """Some of the statistics, checked."""
+    stats = check_consistent(pool)
+    return tuple(stats[name] for name in names.split())
+
+
 def tag_of(pool: MemoryPool, buffer: Tensor) -> str | None:
     """Under which tag the pool holds the memory."""
     block = pool._blocks.get(buffer.untyped_storage()._cdata)
@@ -450,17 +456,6 @@ def test_tags_have_their_own_memory() -> None:
     assert pool.idle_buffers() == {"b": (1, SMALLEST)}
 
 
-def test_last_returned_serves_first_and_what_was_dropped_after_it() -> None:
-    pool = MemoryPool(MIB)
-    buffers = [pool.allocate((64,)) for _ in range(5)]
-    addresses = [buffer.data_ptr() for buffer in buffers]
-    for i in (1, 2, 0):
-        pool.deallocate(buffers[i])
-    buffers.clear()
-    served = [pool.allocate((64,)) for _ in range(5)]
-    assert [buffer.data_ptr() for buffer in served] == [addresses[i] for i in (0, 2, 1, 3, 4)]
-
-
 def test_many_buffers_on_loan_cost_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request asks a bounded number of blocks whether they are free."""
     pool, asked, real = MemoryPool(), [], Block.has_users
@@ -515,8 +510,7 @@ def test_least_recently_used_goes_first(order: str) -> None:
     lent.clear()
     e = pool.allocate((KIB,), torch.uint8, tag="e")
     assert pool.idle_buffers() == {order[1]: (1, KIB)}
-    stats = check_consistent(pool)
-    assert (stats["total_allocated"], stats["peak_allocated"], stats["evictions"]) == (4 * KIB, 4 * KIB, 2)
+    assert read(pool, "total_allocated peak_allocated evictions") == (4 * KIB, 4 * KIB, 2)
     assert d.data_ptr() != e.data_ptr()
     storage = weakref.ref(next(b.storage for b in pool._blocks.values() if b.tag == order[1]))
     assert pool.clear() == KIB
@@ -526,8 +520,7 @@ def test_least_recently_used_goes_first(order: str) -> None:
 def test_over_budget_is_served_beside_the_pool() -> None:
     pool = MemoryPool(4 * KIB)
     held = [pool.allocate((KIB,), torch.uint8).fill_(i) for i in range(10)]
-    stats = check_consistent(pool)
-    assert (stats["total_allocated"], stats["in_use_bytes"], stats["allocation_count"]) == (4096, 4096, 10)
+    assert read(pool, "total_allocated in_use_bytes allocation_count") == (4096, 4096, 10)
     assert all((buffer == i).all() for i, buffer in enumerate(held))
     view = held[-1][5:]
     assert "not on loan" in refusal(pool, view)
@@ -536,8 +529,7 @@ def test_over_budget_is_served_beside_the_pool() -> None:
         assert buffer is held[-1] or buffer.numel() == 0
         assert "not on loan" in refusal(pool, buffer)
     assert (view == 9).all()
-    stats = check_consistent(pool)
-    assert (stats["in_use_bytes"], stats["cached_bytes"], stats["deallocation_count"]) == (0, 4096, 10)
+    assert read(pool, "in_use_bytes cached_bytes deallocation_count") == (0, 4096, 10)
     held = [pool.allocate((KIB,), torch.uint8, zero_init=True) for _ in range(6)]
     assert not any(each.any() for each in held)
     assert len(pool._loose) == 2
@@ -673,8 +665,7 @@ def test_scarce_memory_frees_what_is_idle(
         assert pool.cleanup() == SMALLEST + 100
     assert "memory is scarce" in caplog.text
     assert pool.memory_is_scarce
-    stats = check_consistent(pool)
-    assert (stats["pressure_cleanups"], stats["cached_bytes"], stats["in_use_bytes"]) == (1, 0, SMALLEST)
+    assert read(pool, "pressure_cleanups cached_bytes in_use_bytes") == (1, 0, SMALLEST)
     pool.allocate((64,))  # by a request as well
     assert not reused(pool, (64,))
     assert pool.get_stats()["pressure_cleanups"] == 2
@@ -800,22 +791,16 @@ def test_slots_stay_warm_over_calls_and_layers() -> None:
     for layer in range(10):
         call(100 - layer)
     assert len(addresses) == 1
-    figures = [counts(pool)]
+    names = "allocation_count reuse_count total_allocated"
+    assert read(pool, names) == (20, 18, 200)
     with scratch_of(pool) as workspace:
         take(workspace, "key", numel=101)  # too small: replaced
         take(workspace, "key", numel=300)  # and again in the same call
         workspace.take("key", (2,), torch.float32, CPU)
-    figures.append(counts(pool))
+    assert read(pool, names) == (23, 18, 408)
     with scratch_of(pool, enable_reuse=False) as workspace:
         take(workspace, "key")
-    figures.append(counts(pool))
-    # Requests, those that found memory, bytes that are held.
-    assert figures == [(20, 18, 200), (23, 18, 408), (24, 18, 408)]
-
-
-def counts(pool: MemoryPool) -> tuple[int, int, int]:
-    stats = check_consistent(pool)
-    return stats["allocation_count"], stats["reuse_count"], stats["total_allocated"]
+    assert read(pool, names) == (24, 18, 408)
 
 
 def test_concurrent_calls_have_their_own_scratch() -> None:
@@ -867,8 +852,7 @@ def test_reset_while_lent() -> None:
         reset_global_memory_pool()
         assert pool.get_stats()["total_allocated"] == 0
         assert (scratch == 2).all()
-    stats = check_consistent(pool)
-    assert (stats["total_allocated"], stats["allocation_count"], stats["peak_allocated"]) == (0, 0, 0)
+    assert read(pool, "total_allocated allocation_count peak_allocated") == (0, 0, 0)
     assert (buffer == 1).all()
     assert all("not on loan" in refusal(pool, each) for each in (buffer, beside))
     assert pool.allocate((64,)).data_ptr() != buffer.data_ptr()
@@ -882,8 +866,7 @@ def test_scratch_keeps_to_the_budget() -> None:
     pool.allocate((KIB // 2,), torch.uint8)
     with scratch_of(pool) as workspace:
         take(workspace, "slot", numel=KIB)
-    stats = check_consistent(pool)
-    assert (stats["total_allocated"], stats["evictions"]) == (KIB, 1)
+    assert read(pool, "total_allocated evictions") == (KIB, 1)
     with scratch_of(pool) as workspace:
         take(workspace, "slot", numel=2 * KIB)  # a call is not refused its scratch, but nobody keeps it
     assert check_consistent(pool)["total_allocated"] == 0
