@@ -14,7 +14,7 @@ from dilated_attention_pytorch.bench.record import from_json
 from dilated_attention_pytorch.checks import parse_json
 from dilated_attention_pytorch.integrations.torchscale import _integers
 from dilated_attention_pytorch.train.config import ConfigError, read_settings
-from support.public_calls import BRANCHES, CONFIG, ENTRIES, MASK, MODEL, PATTERN, X
+from support.public_calls import BRANCHES, ENTRIES, MASK, MODEL, PATTERN, X
 
 DEEP = "[" * 100_000
 
@@ -48,82 +48,49 @@ def test_one_bad_argument(name: str) -> None:
 
 @pytest.mark.parametrize("word", ["attention_mask", "attn_mask", "mask", "key_padding_mask"])
 def test_masks_by_other_names(word: str) -> None:
-    calls = {
-        "dilated_attention": lambda **mask: package.dilated_attention(X, X, X, [8], [1], **mask),
-        "ring_dilated_attention": lambda **mask: package.ring_dilated_attention(X, X, X, [8], [1], **mask),
-        "block_sparse_attention": lambda **mask: package.block_sparse_attention(X, X, X, PATTERN, **mask),
-        "attention_rows": lambda **mask: package.attention_rows(X, X, [1], [8], [1], **mask),
-    }
-    for name, call in calls.items():
-        call(key_mask=MASK)
+    for name, args in {
+        "dilated_attention": (X, X, X, [8], [1]),
+        "ring_dilated_attention": (X, X, X, [8], [1]),
+        "block_sparse_attention": (X, X, X, PATTERN),
+        "attention_rows": (X, X, [1], [8], [1]),
+    }.items():
+        call = getattr(package, name)
+        call(*args, key_mask=MASK)
         with pytest.raises(TypeError) as raised:
-            call(**{word: MASK})
+            call(*args, **{word: MASK})
         meant = "key_mask (b, n) bool, True = may be attended, is meant"
         assert str(raised.value) == f"{name} has no {word!r}; {meant}"
 
 
-def test_other_keywords_of_functions() -> None:
-    with pytest.raises(TypeError, match=r"^dilated_attention has no 'causal'\. Did you mean is_causal\?$"):
-        package.dilated_attention(X, X, X, [8], [1], causal=True)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("name", "args", "word", "meant"),
     [
-        (
-            lambda: package.LongNetLM(7, segment_length=[4]),
-            "LongNetLM has no 'segment_length'. Did you mean segment_lengths?",
-        ),
-        (lambda: package.LongNet(dilation_rate=[4]), "LongNet has no 'dilation_rate'. Did you mean"),
-        (lambda: package.LongNetViT(embed_dims=8), "LongNetViT has no 'embed_dims'. Did you mean embed_dim?"),
-        (
-            lambda: package.LongNetLM(7, attention_options={"head_offset": 1}),
-            "LongNetLM has no 'head_offset'. Did you mean head_offsets?",
-        ),
-        (lambda: package.LongNetEncoder(droput=0.1), "LongNetEncoder has no 'droput'. Did you mean dropout"),
-        (
-            lambda: package.DilatedTransformerDecoderLayer(8, 2, cross_atention=None),
-            "DilatedTransformerDecoderLayer has no 'cross_atention'. Did you mean cross_attention",
-        ),
-        (
-            lambda: package.MultiheadDilatedAttention(8, 2, segment_length=[4]),
-            "MultiheadDilatedAttention has no 'segment_length'. Did you mean segment_lengths?",
-        ),
-        (
-            lambda: package.BlockSparseMultiheadDilatedAttention(8, 2, sparse_confg=CONFIG),
-            "BlockSparseMultiheadDilatedAttention has no 'sparse_confg'. Did you mean sparse_config?",
-        ),
-        (
-            lambda: package.RingDilatedAttentionV3([4], [1], ringsize=1),
-            "RingDilatedAttentionV3 has no 'ringsize'. Did you mean ring_size?",
-        ),
-        (
-            lambda: package.RingDilatedAttentionProduction(memory_poolsize=1),
-            "RingDilatedAttentionProduction has no 'memory_poolsize'. Did you mean memory_pool_size",
-        ),
-        (
-            lambda: package.BlockSparseDilatedAttention(head_mixing="all"),
-            "BlockSparseDilatedAttention has no 'head_mixing'.",
-        ),
-        (
-            lambda: package.create_dilated_attention("ring", ringsize=1),
-            "create_dilated_attention has no 'ringsize'. Did you mean ring_size?",
-        ),
-        (
-            lambda: package.create_multihead_dilated_attention(num_head=2),
-            "create_multihead_dilated_attention has no 'num_head'. Did you mean num_heads",
-        ),
-        (
-            lambda: package.create_block_sparse_attention(sparsity=0.1),
-            "create_block_sparse_attention has no 'sparsity'. Did you mean sparsity_ratio?",
-        ),
+        ("dilated_attention", (X, X, X, [8], [1]), "causal", "is_causal?"),
+        ("LongNetLM", (7,), "segment_length", "segment_lengths?"),
+        ("LongNet", (), "dilation_rate", "dilation_rates?"),
+        ("LongNetViT", (), "embed_dims", "embed_dim?"),
+        ("LongNetEncoder", (), "droput", "dropout"),
+        ("DilatedTransformerDecoderLayer", (8, 2), "cross_atention", "cross_attention"),
+        ("MultiheadDilatedAttention", (8, 2), "segment_length", "segment_lengths?"),
+        ("BlockSparseMultiheadDilatedAttention", (8, 2), "sparse_confg", "sparse_config?"),
+        ("RingDilatedAttentionV3", ([4], [1]), "ringsize", "ring_size?"),
+        ("RingDilatedAttentionProduction", (), "memory_poolsize", "memory_pool_size"),
+        ("BlockSparseDilatedAttention", (), "head_mixing", None),
+        ("create_dilated_attention", ("ring",), "ringsize", "ring_size?"),
+        ("create_multihead_dilated_attention", (), "num_head", "num_heads"),
+        ("create_block_sparse_attention", (), "sparsity", "sparsity_ratio?"),
     ],
-    ids=lambda x: x.split()[0] if isinstance(x, str) else "",
 )
-def test_settings_by_wrong_names(call: Any, says: str) -> None:
+def test_settings_by_wrong_names(name: str, args: tuple[Any, ...], word: str, meant: str | None) -> None:
     with pytest.raises(TypeError) as raised:
-        call()
-    assert str(raised.value).startswith(says)
+        getattr(package, name)(*args, **{word: None})
+    hint = "" if meant is None else f" Did you mean {meant}"
+    assert str(raised.value).startswith(f"{name} has no {word!r}.{hint}")
+
+
+def test_wrong_names_within_options() -> None:
+    with pytest.raises(TypeError, match=r"LongNetLM has no 'head_offset'\. Did you mean head_offsets\?"):
+        package.LongNetLM(7, attention_options={"head_offset": 1})
 
 
 def test_json_that_nests_too_deeply(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,23 +60,10 @@ def named_keywords(function: _Function) -> _Function:
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        refuse_keywords(owner, given, known)
+        refuse_unknown(owner, given, known)
         return function(*args, **given)
 
     return call  # type: ignore[return-value]
-
-
-def refuse_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises for a given keyword that is not known, and says which one is meant."""
-    for name in given:
-        if name in known:
-            continue
-        if name in _MASKS and "key_mask" in known:
-            meant = "key_mask (b, n) bool, True = may be attended, is meant"
-            raise TypeError(f"{function} has no {name!r}; {meant}")
-        if name in _EXECUTION and "execution" in known:
-            raise TypeError(f"{function} has no {name!r}; execution=Execution({name}=...) is meant")
-        refuse_unknown(function, [name], known)
 
 
 def refuse_forward_mode(name: str, *tensors: Tensor) -> None:
@@ -165,14 +152,18 @@ def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _check_kind(name: str, x: Tensor, kind: str, *dtypes: torch.dtype) -> None:
+    import torch
+
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        raise TypeError(f"{name} must be {kind} tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_dense(name, x)
+
+
 def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
     import torch
 
-    if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
-        raise TypeError(
-            f"key_mask must be a bool tensor, got {getattr(key_mask, 'dtype', type(key_mask).__name__)}"
-        )
-    check_dense("key_mask", key_mask)
+    _check_kind("key_mask", key_mask, "a bool", torch.bool)
     if key_mask.shape != q.shape[:2]:
         raise ValueError(
             f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}, got {tuple(key_mask.shape)}"
@@ -202,10 +193,7 @@ def _short(values: tuple[int, ...]) -> str:
 def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
     import torch
 
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {kind}")
-    check_dense("cu_seqlens", cu_seqlens)
+    _check_kind("cu_seqlens", cu_seqlens, "an int32 or int64", torch.int32, torch.int64)
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device not in (q.device, torch.device("cpu")):
@@ -239,15 +227,6 @@ def whole_numbers(
         if not least <= value <= largest:
             raise ValueError(f"{name} must lie between {least} and {largest}, got {value}")
     return list(values)
-
-
-def positive_int(name: str, value: object, bits: int = 62) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a positive int, got {value!r} of type {type(value).__name__}")
-    number = operator.index(value)
-    if not 0 < number < 2**bits:
-        raise ValueError(f"{name} must be positive and below 2**{bits}, got {number}")
-    return number
 
 
 def positive_ints(name: str, values: Sequence[int], bits: int) -> tuple[int, ...]:
@@ -312,8 +291,14 @@ def refuse_unknown(
     """Raises for a given keyword that `owner` does not know; `others` are names that may be meant."""
     known = set(known)
     for name in given:
-        if name not in known:
-            raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
+        if name in known:
+            continue
+        if name in _MASKS and "key_mask" in known:
+            meant = "key_mask (b, n) bool, True = may be attended, is meant"
+            raise TypeError(f"{owner} has no {name!r}; {meant}")
+        if name in _EXECUTION and "execution" in known:
+            raise TypeError(f"{owner} has no {name!r}; execution=Execution({name}=...) is meant")
+        raise TypeError(f"{owner} has no {name!r}.{did_you_mean(name, sorted({*known, *others}), 1)}")
 
 
 def keyword_names(made: type) -> frozenset[str]:
@@ -337,15 +322,6 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
         raise ValueError("JSON must not nest deeper than Python can follow, got text that does") from None
 
 
-def check_whole_number(name: str, value: int, least: int, bits: int = 62) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if value >= 2**bits:
-        raise ValueError(f"{name} must be below 2**{bits}, got {value}")
-
-
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape as a tuple of sizes that are not negative."""
     sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -360,12 +336,9 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def check_alignment(alignment: int | None) -> None:
     if alignment is None:
         return
-    if isinstance(alignment, bool) or not isinstance(alignment, int):
-        raise TypeError(f"alignment must be an integer or None, got {alignment!r}")
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"alignment must be a power of two, got {alignment}")
-    if alignment > 2**30:
-        raise ValueError(f"alignment must be at most 2**30, got {alignment}")
+    check_positive_int("alignment", alignment)
+    if alignment & (alignment - 1) or alignment > 2**30:
+        raise ValueError(f"alignment must be a power of two up to 2**30, got {alignment}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -392,18 +365,23 @@ def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
-def check_positive_int(name: str, value: int, bits: int = 62) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+def check_count(name: str, value: int, least: int = 0, bits: int = 62) -> None:
+    """Raises unless it is an integer from `least` on and below 2**bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        rule = "a positive integer" if least == 1 else f"an integer of {least} or more"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
     if value >= 2**bits:
         raise ValueError(f"{name} must be below 2**{bits}, got {value}")
 
 
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
-    if value >= 2**62:
-        raise ValueError(f"{name} must be below 2**62, got {value}")
+def plain_int(value: Any) -> Any:
+    """An integer of another library as one of Python; anything else as it is."""
+    is_other = hasattr(value, "__index__") and not isinstance(value, int)
+    return operator.index(value) if is_other else value
+
+
+def check_positive_int(name: str, value: int, bits: int = 62) -> None:
+    check_count(name, value, 1, bits)
 
 
 def check_pool_size(name: str, value: int | None) -> None:
@@ -435,6 +413,14 @@ def check_probabilities(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= finite_float(name, value) <= 1.0:
             raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+
+
+def share_of_one(name: str, value: float, rule: str = "must lie above 0 and at most at 1") -> float:
+    """A number above 0 and at most 1, as a float."""
+    share = finite_float(name, value)
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"{name} {rule}, got {share}")
+    return share
 
 
 def one_dropout(attention_dropout: float, dropout: float | None) -> float:

@@ -11,14 +11,16 @@ from inspect import signature
 from typing import Any, Literal, TypeVar, get_args
 
 from .checks import (
+    check_count,
     check_flags,
     check_positive_int,
-    check_whole_number,
+    check_probabilities,
     finite_float,
     one_of,
-    positive_int,
+    plain_int,
     positive_ints,
-    refuse_keywords,
+    refuse_unknown,
+    share_of_one,
 )
 
 HeadMixing = Literal["all", "grouped"]
@@ -68,8 +70,7 @@ class DilatedSpec:
         if self.scale is not None:
             set_field(self, "scale", finite_float("scale", self.scale))
         set_field(self, "dropout_p", finite_float("dropout_p", self.dropout_p))
-        if not 0.0 <= self.dropout_p <= 1.0:
-            raise ValueError(f"dropout_p must lie between 0 and 1, got {self.dropout_p}")
+        check_probabilities(dropout_p=self.dropout_p)
         one_of("head_mixing", self.head_mixing, get_args(HeadMixing))
         one_of("head_offsets", self.head_offsets, get_args(HeadOffsets))
         one_of("tail", self.tail, get_args(Tail))
@@ -98,7 +99,7 @@ def takes_spec(function: _Function) -> _Function:
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        refuse_keywords(name, given, known)
+        refuse_unknown(name, given, known)
         spec = args[place] if len(args) > place else given.get("segment_lengths")
         if not isinstance(spec, DilatedSpec):
             return function(*args, **given)
@@ -170,10 +171,12 @@ def branches_for(
     Returns:
         `(segment_lengths, dilation_rates)`, as `dilated_attention` and all modules take them.
     """
-    sizes = {"max_length": max_length, "num_heads": num_heads, "first": first, "ratio": ratio}
-    for name, size in sizes.items():
-        if size is not None or name in ("max_length", "first"):
-            positive_int(name, size)
+    max_length, num_heads, first, ratio = map(plain_int, (max_length, num_heads, first, ratio))
+    for name, size in {"max_length": max_length, "first": first}.items():
+        check_positive_int(name, size)
+    for name, given in {"num_heads": num_heads, "ratio": ratio}.items():
+        if given is not None:
+            check_positive_int(name, given)
     if ratio == 1:
         raise ValueError("ratio must be at least 2, or the segments never span max_length, got 1")
     step = ratio or (2 if max_length <= 16 * first else 4)
@@ -211,7 +214,7 @@ def resolve_branches(
         given = "segment_lengths" if dilation_rates is None else "dilation_rates"
         raise ValueError(f"segment_lengths and dilation_rates are given together, got {given} alone")
     if max_length is not None:
-        positive_int("max_length", max_length)
+        check_positive_int("max_length", plain_int(max_length))
     if segment_lengths is not None and dilation_rates is not None:
         return segment_lengths, dilation_rates
     if max_length is None:
@@ -265,49 +268,40 @@ class SparsePatternConfig:
 
     def __post_init__(self) -> None:
         one_of("pattern_type", self.pattern_type, get_args(PatternType))
-        ratio = finite_float("sparsity_ratio", self.sparsity_ratio)
-        if not 0.0 < ratio <= 1.0:
-            raise ValueError(f"sparsity_ratio is the fraction kept, above 0 and at most 1, got {ratio}")
+        rule = "is the fraction kept, above 0 and at most 1"
+        ratio = share_of_one("sparsity_ratio", self.sparsity_ratio, rule)
         object.__setattr__(self, "sparsity_ratio", ratio)
-        check_whole_number("block_size", self.block_size, 1)
+        check_positive_int("block_size", self.block_size)
         if self.block_size > MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
         if self.window_size is not None:
-            check_whole_number("window_size", self.window_size, 1)
+            check_positive_int("window_size", self.window_size)
             if self.window_size < self.block_size:
-                raise ValueError(
-                    f"window_size must hold at least one block of {self.block_size} tokens, "
-                    f"got {self.window_size}"
-                )
+                rule = f"window_size must hold at least one block of {self.block_size} tokens"
+                raise ValueError(f"{rule}, got {self.window_size}")
         if self.global_tokens is not None:
-            check_whole_number("global_tokens", self.global_tokens, 0)
-        check_whole_number("seed", self.seed, 0, bits=63)
+            check_count("global_tokens", self.global_tokens)
+        check_count("seed", self.seed, bits=63)
         if not isinstance(self.hierarchy, str):
             object.__setattr__(self, "hierarchy", _check_levels(self.hierarchy))
         elif self.hierarchy not in HIERARCHIES:
-            raise ValueError(
-                f"hierarchy must be levels or one of {', '.join(map(repr, HIERARCHIES))}, "
-                f"got {self.hierarchy!r}"
-            )
+            names = ", ".join(map(repr, HIERARCHIES))
+            raise ValueError(f"hierarchy must be levels or one of {names}, got {self.hierarchy!r}")
 
     @property
     def levels(self) -> Levels:
         """The levels (stride in blocks, share of the budget) of a hierarchical pattern."""
-        if isinstance(self.hierarchy, str):
-            return HIERARCHIES[self.hierarchy]
-        return tuple(self.hierarchy)
+        return HIERARCHIES[self.hierarchy] if isinstance(self.hierarchy, str) else tuple(self.hierarchy)
 
     @classmethod
     def of(cls, config: SparsePatternConfig | Mapping[str, Any] | None) -> SparsePatternConfig:
         """A config from itself, from its fields as a mapping, or the default one."""
         if isinstance(config, cls):
             return config
-        if config is None:
-            return cls()
-        if not isinstance(config, Mapping):
-            raise TypeError(
-                f"sparse_config must be a SparsePatternConfig or a dict, got {type(config).__name__}"
-            )
+        if not isinstance(config, Mapping | None):
+            kind = type(config).__name__
+            raise TypeError(f"sparse_config must be a SparsePatternConfig or a dict, got {kind}")
+        config = config or {}
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in config if name not in known]:
             raise ValueError(f"sparse_config has the fields {', '.join(known)}, got {unknown}")
@@ -321,13 +315,9 @@ def _check_levels(levels: Sequence[tuple[int, float]]) -> Levels:
         raise TypeError(f"hierarchy must hold pairs (stride, share), got {levels!r}") from None
     if not 1 <= len(pairs) <= _MAX_LEVELS:
         raise ValueError(f"hierarchy must have 1 to {_MAX_LEVELS} levels, got {len(pairs)}")
-    checked = []
-    for stride, share in pairs:
-        check_whole_number("a stride of hierarchy", stride, 1)
-        share = finite_float("a share of hierarchy", share)
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"a share of hierarchy must lie above 0 and at most at 1, got {share}")
-        checked.append((stride, share))
+    for stride, _ in pairs:
+        check_positive_int("a stride of hierarchy", stride)
+    checked = tuple((stride, share_of_one("a share of hierarchy", share)) for stride, share in pairs)
     if sum(share for _, share in checked) > 1.0 + 1e-9:
-        raise ValueError(f"the shares of hierarchy must add up to at most 1, got {tuple(checked)}")
-    return tuple(checked)
+        raise ValueError(f"the shares of hierarchy must add up to at most 1, got {checked}")
+    return checked

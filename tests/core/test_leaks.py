@@ -43,10 +43,7 @@ def slope(values: Sequence[int]) -> float:
 
 def held_bytes(pool: MemoryPool) -> int:
     """Of the storages that the pool's internals refer to, each once."""
-    storages = [block.storage for block in pool._blocks.values()]
-    for workspace in (*pool._idle, *pool._lent.values()):
-        storages += [buffer.untyped_storage() for buffer in workspace.buffers.values()]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({block.storage._cdata: block.storage.nbytes() for block in pool._blocks.values()}.values())
 
 
 def train(modules: Sequence[DilatedAttention], num_steps: int, leaks: bool = False) -> Sequence[int]:

@@ -205,26 +205,12 @@ def test_bytes_count_what_a_value_holds(value: Any) -> None:
     assert cache.get_stats()["bytes"] == 0
 
 
-def test_too_large_is_returned_not_kept() -> None:
-    cache, large = PatternCache(max_bytes=100), ones(101)
-    cache.put("small", ones(90))
-    assert cache.get_or_build("large", lambda: large) is large
-    assert list(cache._cache) == ["small"]
-    cache.put("small", large)  # the old value would be wrong now
-    assert not cache._cache
-    assert cache.get_stats()["evictions"] == 0
-
-
 def test_lazy_cache_keeps_from_the_kth_request_on() -> None:
     cache, builds = PatternCache(keep_after=3), []
     for _ in range(5):
         cache.get_or_build("a", lambda: builds.append(1))
     assert len(builds) == 3
     assert (cache.get_stats()["hits"], cache.get_stats()["misses"]) == (2, 3)
-    for i in range(9000):
-        cache.get_or_build(i, lambda: None)
-    assert list(cache._cache) == ["a"]
-    assert len(cache._seen) == 8000  # a memory that does not grow with the keys
 
 
 def test_auto_tune_grows_to_the_working_set_and_no_further() -> None:
@@ -256,28 +242,12 @@ def test_device_copies_are_made_once(keeps: bool, value: Any) -> None:
     process.release_idle_memory()  # when memory runs out, copies go and values stay
     assert cache.get_stats()["device_bytes"] == 0
     assert cache.get_or_build("a", never) is value
-
-
-def test_values_that_need_no_copy() -> None:
-    cache, plan, host = PatternCache(cache_on_gpu=True), (range(4), range(0, 8, 2)), ones(8)
-    assert cache.get_or_build("plan", lambda: plan, device="meta") is plan  # it has no `to`
+    ranges, host = (range(4), range(0, 8, 2)), ones(8)
+    assert cache.get_or_build("ranges", lambda: ranges, device="meta") is ranges  # which have no `to`
     assert cache.get_or_build("host", lambda: host, device="cpu") is host
     assert cache.get_stats()["device_bytes"] == 0
     with pytest.raises(RuntimeError, match="nowhere"):
-        cache.get_or_build("plan", never, device="nowhere")
-
-
-def test_device_copies_go_with_their_values() -> None:
-    cache = PatternCache(max_bytes=100, cache_on_gpu=True)
-    for key in "ab":
-        cache.get_or_build(key, lambda: Sized(40), device="meta")
-    assert cache.get_stats()["device_bytes"] == cache.get_stats()["bytes"] == 80
-    cache.put("b", Sized(40))  # a new value, without copies
-    assert cache.get_stats()["device_bytes"] == 40
-    cache.resize(1)
-    assert cache.get_stats()["device_bytes"] == 0
-    cache.get_or_build("large", lambda: Sized(101), device="meta")  # not kept
-    assert cache.get_stats()["device_bytes"] == 0
+        cache.get_or_build("host", never, device="nowhere")
 
 
 class Growing(Sized):
@@ -287,15 +257,21 @@ class Growing(Sized):
         return Sized(40, device)
 
 
-def test_tiers_drop_the_oldest_copy_and_keep_host_values() -> None:
+def test_device_copies_have_a_bound_and_go_with_their_values() -> None:
     cache = PatternCache(max_bytes=100, cache_on_gpu=True)
     copies = {key: cache.get_or_build(key, lambda: Growing(1), device="meta") for key in "ab"}
     assert cache.get_or_build("a", never, device="meta") is copies["a"]
     cache.get_or_build("c", lambda: Growing(1), device="meta")
-    stats = cache.get_stats()
+    stats = cache.get_stats()  # the oldest copy is gone, all host values are kept
     assert (stats["size"], stats["evictions"], stats["bytes"], stats["device_bytes"]) == (3, 0, 3, 80)
     assert cache.get_or_build("a", never, device="meta") is copies["a"]
     assert cache.get_or_build("b", never, device="meta") is not copies["b"]
+    cache.put("b", Sized(40))  # a new value, without copies
+    assert cache.get_stats()["device_bytes"] == 40
+    cache.resize(1)
+    assert cache.get_stats()["device_bytes"] == 0
+    cache.get_or_build("large", lambda: Sized(101), device="meta")  # not kept
+    assert cache.get_stats()["device_bytes"] == 0
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
@@ -326,18 +302,6 @@ def test_profiling_tells_build_times_and_what_they_saved(caplog: pytest.LogCaptu
         cache.put("b", 2)
     assert [record.getMessage() for record in caplog.records] == ["pattern cache evicts 'slow'"]
     assert cache.get_stats()["saved_seconds"] == stats["saved_seconds"]
-
-
-@pytest.mark.parametrize("value", [0, True, 1.0, "3", None])
-def test_settings_are_validated(value: Any) -> None:
-    for name in ("max_size", "max_bytes", "keep_after"):
-        with pytest.raises(ValueError, match=f"{name} must be a positive integer, got"):
-            PatternCache(**{name: value})
-    with pytest.raises(ValueError, match="max_size must be a positive integer, got"):
-        PatternCache().resize(value)
-    for name in ("auto_tune", "cache_on_gpu", "enable_profiling"):
-        with pytest.raises(TypeError, match=f"{name} must be a bool, got 1"):
-            PatternCache(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_global_cache_stays_through_reset(

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +45,24 @@ CACHE_SETTINGS = {"max_size": 3, "max_bytes": 50, "keep_after": 2, "auto_tune": 
 
 
 @pytest.mark.parametrize("find", SHARED)
-def test_what_modules_share_is_one(find: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in dict(process._MADE):
-        monkeypatch.delitem(process._MADE, made)
+def test_what_modules_share_is_one(find: Callable[[], Any]) -> None:
     one, *others = in_threads(lambda _: find())
     assert all(other is one for other in others)
     assert pickle.loads(pickle.dumps(one)) is one
     assert copy.copy(one) is copy.deepcopy([one])[0] is one
+
+
+def test_threads_make_it_once() -> None:
+    made: list[MemoryPool] = []
+
+    @process.once
+    def find() -> MemoryPool:
+        time.sleep(0.01)
+        made.append(MemoryPool())
+        return made[-1]
+
+    assert {id(each) for each in in_threads(lambda _: find())} == {id(made[0])}
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,10 +120,10 @@ def use_all(cache: PatternCache, pool: MemoryPool, manager: AttentionBufferManag
     """Starts with everything empty, and finds it usable."""
     assert len(cache) == cache.get_stats()["misses"] == 0
     assert cache.get_or_build("a", lambda: 2) == 2
-    for each in (pool, manager.pool):
-        stats = each.get_stats()
+    for each in (AttentionBufferManager(pool=pool), manager):
+        stats = each.pool.get_stats()
         assert stats["total_allocated"] == stats["allocation_count"] == stats["peak_allocated"] == 0
-        own = each.allocate((64,)).fill_(2)
+        own = each.pool.allocate((64,)).fill_(2)
         with each.workspace(torch.device("cpu")) as workspace:
             workspace.take("slot", (4,), torch.float32, torch.device("cpu"))
         assert own.tolist() == [2] * 64
@@ -149,7 +161,7 @@ def test_a_forked_child_starts_clean_while_the_locks_are_held() -> None:
             pool.deallocate(kept)
 
     locks = [each._lock for each in (*states, manager.pool, *shared)]
-    with pool.workspace(torch.device("cpu")), locked_elsewhere(process.LOCK, *locks):
+    with manager.workspace(torch.device("cpu")), locked_elsewhere(process.LOCK, *locks):
         forked = multiprocessing.get_context("fork").Process(target=child)
         forked.start()
         forked.join(30)

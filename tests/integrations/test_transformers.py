@@ -464,9 +464,9 @@ def test_dropout_acts(n: int) -> None:
     ("settings", "error", "message"),
     [
         ([64], TypeError, "settings of dilated attention must be a dict, got list"),
-        ({"max_length": 0}, ValueError, "max_length must be positive"),
-        ({"max_length": "8"}, TypeError, "max_length must be a positive int, got '8'"),
-        ({**FULL, "max_length": 0}, ValueError, "max_length must be positive"),
+        ({"max_length": 0}, ValueError, "max_length must be a positive integer, got 0"),
+        ({"max_length": "8"}, ValueError, "max_length must be a positive integer, got '8'"),
+        ({**FULL, "max_length": 0}, ValueError, "max_length must be a positive integer, got 0"),
         ({**FULL, "allow_isolated_segments": 1}, TypeError, "allow_isolated_segments must be"),
         ({**FULL, "sliding_layers": "mine"}, ValueError, "sliding_layers must be one of 'refuse', 'own'"),
         ({"segment_lengths": [4]}, ValueError, "got no dilation_rates"),

@@ -113,3 +113,37 @@ def mask(x: Tensor) -> Bad:
 def optional(kind: Callable[[Any], Bad]) -> Callable[[Any], Bad]:
     """The same without None, which is right."""
     return lambda x: {label: value for label, value in kind(x).items() if value is not None}
+
+
+def without(kind: Callable[[Any], Bad], *labels: str) -> Callable[[Any], Bad]:
+    """A kind whose values of these labels are right."""
+    return lambda x: {label: value for label, value in kind(x).items() if label not in labels}
+
+
+def lists(_: Any) -> Bad:
+    """Of integers from 0 on, one for each row: what is wrong with `integers`, but for its zeros."""
+    return {**without(integers, "zeros")(_), "too large": [99], "too many": [1, 1]}
+
+
+def bounds(_: Any) -> Bad:
+    """Of cu_seqlens, a tensor."""
+    good = torch.tensor([0, 8, 16])
+    return {**tensor(good), "falling": torch.tensor([0, 9, 8, 16]), "short": torch.tensor([0, 8])}
+
+
+def dims(_: Any) -> Bad:
+    return {"outside": 7, "a fraction": 1.5, "a bool": True, "a string": "1", "2**70": 2**70}
+
+
+def shapes(_: Any) -> Bad:
+    wrong = {"negative": [-1], "fractions": [1.5], "strings": ["4"], "bools": [True]}
+    return {**wrong, "huge": [2**40, 2**40], **HUGE}
+
+
+def sequences(x: Tensor) -> Bad:
+    return {"none": None, "a list": [1], "a scalar": x[0, 0, 0, 0], "sparse": x.to_sparse()}
+
+
+def tokens(_: Any) -> Bad:
+    sets = {"negative": [-1], "large": [99], "fractions": [1.5], "bools": [True]}
+    return {"a number": 7, "a word": "nope", **sets}

@@ -6,8 +6,8 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, get_args
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_device, check_flags, check_positive_int, check_shape
+from ..checks import check_flags, check_positive_int, check_shape
 from . import memory_pool, process
 from .buffer_config import (
     CAPACITY,
@@ -27,14 +27,15 @@ from .buffer_config import (
     check_buffer_type,
     type_of,
 )
+from .host_memory import normal_device
 from .memory_pool import MemoryPool, get_global_memory_pool
-from .workspace import Workspace
+from .workspace import Fit, Request, Workspace
 
 __all__ = ["AttentionBufferManager", "BufferConfig", "BufferType", "create_attention_buffer_manager"]
 
 RECURS_AFTER = 3  # requests of one shape that make it a habit
 MAX_SHAPES = 1024  # that the manager remembers
-Request = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
+Kind = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
 
 
 class Settings(NamedTuple):
@@ -58,16 +59,16 @@ class AttentionBufferManager(process.PerProcess):
         custom_configs: configurations that replace the default ones of their types.
         enable_reuse: keep what is returned; False makes every buffer fresh.
         enable_preallocation: shapes that recur are allocated again ahead of time after the cache was cleared.
-        lightweight: the results of attention are ordinary tensors, and free memory is not looked at after
-            each of its calls.
+        lightweight: the results of attention are ordinary tensors.
         enable_profiling: measures the time spent in requests, by type.
         retries: a call of attention that runs out of memory frees what is idle and tries again, then in
-            smaller tiles; False lets the first error through.
+            smaller batches; False lets the first error through.
         pool: where the memory comes from, by default a pool of the manager's own. Modules share buffers by
             sharing a manager or a pool; what is counted is then what all of them did.
     """
 
-    SETTINGS = ("enable_reuse", "enable_preallocation", "lightweight", "enable_profiling", "retries", "pool")
+    SWITCHES = ("enable_reuse", "enable_preallocation", "lightweight", "enable_profiling", "retries")
+    SETTINGS = (*SWITCHES, "custom_configs", "pool")
 
     def __init__(
         self,
@@ -82,15 +83,15 @@ class AttentionBufferManager(process.PerProcess):
     ) -> None:
         self.enable_reuse, self.enable_preallocation = enable_reuse, enable_preallocation
         self.lightweight, self.enable_profiling, self.retries = lightweight, enable_profiling, retries
-        check_flags(**{name: getattr(self, name) for name in self.SETTINGS[:-1]})
+        check_flags(**{name: getattr(self, name) for name in self.SWITCHES})
         if custom_configs is not None and not isinstance(custom_configs, Mapping):
             raise TypeError(f"custom_configs must be a mapping, got {custom_configs!r}")
-        self.configs: dict[BufferType, BufferConfig] = dict(DEFAULT_CONFIGS)
-        for name, config in (custom_configs or {}).items():
-            buffer_type = check_buffer_type(name)
+        custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
+        self.custom_configs = custom
+        for buffer_type, config in custom.items():
             if not isinstance(config, BufferConfig):
                 raise TypeError(f"the config of {buffer_type.value} must be a BufferConfig, got {config!r}")
-            self.configs[buffer_type] = config
+        self.configs = {**DEFAULT_CONFIGS, **custom}
         if pool is not None and not isinstance(pool, MemoryPool):
             raise TypeError(f"pool must be a MemoryPool, got {type(pool).__name__}")
         self.pool = MemoryPool() if pool is None else pool
@@ -99,8 +100,8 @@ class AttentionBufferManager(process.PerProcess):
         _MANAGERS[self.name] = self
 
     def _start_clean(self) -> None:
-        self._seconds = dict.fromkeys(BufferType, 0.0)
-        self._shapes: Counter[Request] = Counter()
+        self._seconds: Counter[BufferType] = Counter()
+        self._shapes: Counter[Kind] = Counter()
         self._is_cold = False  # the cache was cleared, and what recurs was not yet allocated ahead
 
     def allocate(
@@ -117,9 +118,8 @@ class AttentionBufferManager(process.PerProcess):
         self._warm_up()
         buffer = self._lend(request, zero_init)
         self._learn(request)
-        if self.enable_profiling:
-            with self._lock:
-                self._seconds[request[0]] += time.perf_counter() - start
+        with self._lock:
+            self._seconds[request[0]] += time.perf_counter() - start  # type: ignore[assignment]
         return buffer
 
     def deallocate(self, buffer: Tensor, buffer_type: BufferType | str) -> None:
@@ -130,9 +130,8 @@ class AttentionBufferManager(process.PerProcess):
 
     def capacity(self, buffer_type: BufferType | str) -> int:
         """Idle buffers of a type that are kept: 5 to 10 by its configuration, none while memory is scarce."""
-        if not self.enable_reuse or self.pool.memory_is_scarce:
-            return 0
-        return CAPACITY[self.configs[check_buffer_type(buffer_type)].reuse_frequency]
+        config = self.configs[check_buffer_type(buffer_type)]
+        return CAPACITY[config.reuse_frequency] if self.enable_reuse and not self.pool.memory_is_scarce else 0
 
     def preallocate_buffers(
         self,
@@ -158,7 +157,7 @@ class AttentionBufferManager(process.PerProcess):
             check_positive_int(name, size)
         names = [buffer_types] if isinstance(buffer_types, str) else buffer_types
         place, shape, room = normal_device(device), tuple(given.values()), math.inf
-        requests: list[Request] = [(check_buffer_type(name), shape, dtype, place) for name in names]
+        requests: list[Kind] = [(check_buffer_type(name), shape, dtype, place) for name in names]
         if not given:
             with self._lock:
                 requests = [request for request, times in self._shapes.most_common() if times >= RECURS_AFTER]
@@ -185,18 +184,28 @@ class AttentionBufferManager(process.PerProcess):
                 self.pool.clear(tag)
         self._is_cold = self.enable_preallocation
 
-    def workspace(self, device: torch.device) -> AbstractContextManager[Workspace]:
-        """Scratch for one call of the engine, counted by type: packed queries, keys and values, and TEMP."""
+    @contextmanager
+    def workspace(self, device: torch.device) -> Iterator[Workspace]:
+        """Scratch for one call of attention on a device, counted by type, warm from earlier calls."""
         self._warm_up()
-        return self.pool.workspace(
-            device, lightweight=self.lightweight, make_result=self._result, keep=self.enable_reuse
-        )
+        make_result = None if self.lightweight else self._result
+        workspace = Workspace(self._scratch, make_result) if device.type == "cpu" else Workspace()
+        try:
+            yield workspace
+        finally:
+            workspace.buffers.clear()
+        self.pool.trim()
 
-    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = self.pool.result(shape, dtype, device)
-        if buffer.nbytes >= memory_pool.RESULT_BYTES:
-            self._learn((BufferType.OUTPUT, tuple(shape), dtype, device))
-        return buffer
+    def _scratch(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        fit: Fit = "scratch" if self.enable_reuse else "fresh"
+        return self.pool.lend(Request(shape, dtype, slot, fit))
+
+    def _result(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pooled where fresh pages would cost time and the budget allows."""
+        if not memory_pool.RESULT_BYTES <= math.prod(shape) * dtype.itemsize <= self.pool.budget:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        self._learn((BufferType.OUTPUT, tuple(shape), dtype, torch.device("cpu")))
+        return self.pool.lend(Request(shape, dtype, slot, "exact"))
 
     def get_stats(self) -> dict[str, Any]:
         """Requests, hits and what is kept, in all and by type (`buffer_types`)."""
@@ -228,33 +237,26 @@ class AttentionBufferManager(process.PerProcess):
             "buffer_types": types,
         }
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if _SHARED.get(self.settings) is self:
-            return shared_buffer_manager, (self.settings,)
-        make, _ = super().__reduce__()
-        return partial(make, dict(self.configs)), ()
-
     @property
     def settings(self) -> Settings:
         is_pooled = self.pool is get_global_memory_pool()
         switches = (self.enable_reuse, self.enable_preallocation, self.lightweight, self.enable_profiling)
         return Settings(*switches, is_pooled, self.retries, self.pool.pool_size)
 
-    def _lend(self, request: Request, zeros: bool | None, ahead: bool = False) -> Tensor:
+    def _lend(self, request: Kind, zeros: bool | None, ahead: bool = False) -> Tensor:
         buffer_type, shape, dtype, device = request
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         config, tag = self.configs[buffer_type], buffer_type.value
         strategy = config.strategy(math.prod(shape) * dtype.itemsize)
-        if not self.enable_reuse:
-            self.pool.clear(tag)
+        fit = FITS[strategy] if self.enable_reuse else "fresh"
         buffer = self.pool.allocate(
             shape,
             dtype,
             device,
             tag=tag,
             # Without waste, an attention result finds it too; a request of best fit finds any.
-            fit="exact" if ahead and strategy != "bucketed" else FITS[strategy],
+            fit="exact" if ahead and fit == "best" else fit,
             zero_init=config.zero_init if zeros is None else zeros,
             pinned=config.prefer_pinned,
             alignment=config.alignment,
@@ -264,7 +266,7 @@ class AttentionBufferManager(process.PerProcess):
         self.pool.clear(tag, keep=self.capacity(buffer_type))  # what was dropped, not returned, is idle, too
         return buffer
 
-    def _learn(self, request: Request) -> None:
+    def _learn(self, request: Kind) -> None:
         with self._lock:
             if self.enable_preallocation and (request in self._shapes or len(self._shapes) < MAX_SHAPES):
                 self._shapes[request] += 1
@@ -302,17 +304,10 @@ def shared_buffer_manager(settings: Settings) -> AttentionBufferManager:
             pool_size = switches.pop("pool_size")
             pool = get_global_memory_pool() if switches.pop("is_pooled") else MemoryPool(pool_size=pool_size)
             manager = _SHARED[settings] = AttentionBufferManager(**switches, pool=pool)
+            manager._found_by = partial(shared_buffer_manager, settings)
         return manager
 
 
 def find_buffer_manager(name: str) -> AttentionBufferManager | None:
     """The manager of that `name`, if it still exists in this process."""
     return _MANAGERS.get(name)
-
-
-def normal_device(device: torch.device | str | None) -> torch.device:
-    """One name for a device, however it was written: "cuda" is the current CUDA device."""
-    device = check_device(device) or torch.get_default_device()
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
 
-from ..checks import check_alignment, check_flags, one_of
+from ..checks import check_alignment, check_flags, check_positive, one_of
 from .host_memory import numa_nodes
 from .workspace import Fit
 
@@ -60,11 +60,7 @@ class BufferConfig:
     alignment: int | None = None
 
     def __post_init__(self) -> None:
-        size = self.typical_size_mb
-        if isinstance(size, bool) or not isinstance(size, (int, float)):
-            raise TypeError(f"typical_size_mb must be a number, got {size!r}")
-        if not 0 < size < 2**62:
-            raise ValueError(f"typical_size_mb must be positive and below 2**62, got {size}")
+        check_positive(typical_size_mb=self.typical_size_mb)
         one_of("reuse_frequency", self.reuse_frequency, get_args(Frequency))
         one_of("lifetime", self.lifetime, get_args(Lifetime))
         names = ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init")

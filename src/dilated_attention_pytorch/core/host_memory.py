@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_device
+
 PROC, SYS = Path("/proc"), Path("/sys")
 UNLIMITED = 2**60  # cgroups without a limit report a number near 2**63
 
@@ -41,6 +43,14 @@ def device_memory(device: torch.device) -> Memory | None:
     if device.type == "cuda" and torch.cuda.is_available():
         return Memory(*torch.cuda.mem_get_info(device))
     return None
+
+
+def normal_device(device: torch.device | str | None) -> torch.device:
+    """One name for a device, however it was written: "cuda" is the current CUDA device, None the default."""
+    device = check_device(device) or torch.get_default_device()
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..checks import check_flags, check_positive_int
+from .host_memory import normal_device
 from .process import LOGGER, PerProcess, once
 
 _T = TypeVar("_T")
@@ -54,19 +55,18 @@ class PatternCache(PerProcess):
         cache_on_gpu: bool = False,
         enable_profiling: bool = False,
     ) -> None:
-        check_positive_int("max_size", max_size)
-        check_positive_int("max_bytes", max_bytes)
-        check_positive_int("keep_after", keep_after)
-        check_flags(auto_tune=auto_tune, cache_on_gpu=cache_on_gpu, enable_profiling=enable_profiling)
         self.max_size, self.max_bytes, self.keep_after = max_size, max_bytes, keep_after
         self.auto_tune, self.cache_on_gpu, self.enable_profiling = auto_tune, cache_on_gpu, enable_profiling
+        for name in self.SETTINGS[:3]:
+            check_positive_int(name, getattr(self, name))
+        check_flags(**{name: getattr(self, name) for name in self.SETTINGS[3:]})
         super().__init__()
 
     def _start_clean(self) -> None:
         self._cache: OrderedDict[Hashable, _Entry] = OrderedDict()
         # Keys that are not held: how often they were asked for, `keep_after` if `max_size` evicted them.
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._hits = self._misses = self._evictions = self._bytes = 0
+        self._hits = self._misses = self._evictions = 0
         self._build_seconds = self._saved_seconds = 0.0
 
     def get_or_build(
@@ -113,7 +113,6 @@ class PatternCache(PerProcess):
         with self._lock:
             self._cache.clear()
             self._seen.clear()
-            self._bytes = 0
 
     def resize(self, max_size: int) -> None:
         """Sets `max_size`, and evicts what no longer fits."""
@@ -142,26 +141,25 @@ class PatternCache(PerProcess):
                 "size": len(self._cache),
                 "max_size": self.max_size,
                 "evictions": self._evictions,
-                "bytes": self._bytes,
+                "bytes": self._bytes(),
                 "max_bytes": self.max_bytes,
                 "device_bytes": self._device_bytes(),
             }
             if self.enable_profiling:
-                stats["build_seconds"], stats["saved_seconds"] = self._build_seconds, self._saved_seconds
+                stats |= {"build_seconds": self._build_seconds, "saved_seconds": self._saved_seconds}
         return stats
 
     def synchronize(self, group: torch.distributed.ProcessGroup | None = None, src: int = 0) -> None:
         """Puts the values of global rank `src` into the caches of all ranks of the group.
 
-        A collective: every rank of the group must call it. Keys and values travel pickled, and unpickling can
-        run code, so the ranks must trust each other.
+        A collective: every rank of the group must call it. Keys and values are sent pickled, and unpickling
+        can run code, so the ranks must trust each other.
         """
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "synchronize needs an initialised torch.distributed, and it is not initialised"
-            )
+            rule = "synchronize needs an initialised torch.distributed"
+            raise RuntimeError(f"{rule}, and it is not initialised")
         with self._lock:
             message = [[(key, entry.value) for key, entry in self._cache.items()]]
         dist.broadcast_object_list(message, src=src, group=group)
@@ -190,17 +188,15 @@ class PatternCache(PerProcess):
             if first := self._cache.get(key):
                 return first
             requests = self._seen.pop(key, 0) + 1
-            if requests < self.keep_after:
+            if requests >= self.keep_after:
+                self._store(key, entry)
+            else:
                 self._seen[key] = requests
                 self._evict()
-            else:
-                self._store(key, entry)
             return entry
 
     def _on_device(self, entry: _Entry, device: torch.device) -> Any:
-        value = entry.value
-        if device.index is None and device.type not in ("cpu", "meta"):
-            device = torch.empty(0, device=device).device  # "cuda" is the current GPU, which may change
+        value, device = entry.value, normal_device(device)
         if not hasattr(value, "to") or getattr(value, "device", None) == device:
             return value
         with self._lock:
@@ -219,22 +215,24 @@ class PatternCache(PerProcess):
                     excess -= oldest.copies.pop(next(iter(oldest.copies)))[1]
         return copy
 
+    def _bytes(self) -> int:
+        return sum(entry.bytes for entry in self._cache.values())
+
     def _device_bytes(self) -> int:
         return sum(size for entry in self._cache.values() for _, size in entry.copies.values())
 
     def _store(self, key: Hashable, entry: _Entry) -> None:
-        if old := self._cache.pop(key, None):
-            self._bytes -= old.bytes
+        self._cache.pop(key, None)
         if entry.bytes <= self.max_bytes:
             self._cache[key] = entry
-            self._bytes += entry.bytes
             self._seen.pop(key, None)
             self._evict()
 
     def _evict(self) -> None:
-        while (crowded := len(self._cache) > self.max_size) or self._bytes > self.max_bytes:
+        nbytes = self._bytes()
+        while (crowded := len(self._cache) > self.max_size) or nbytes > self.max_bytes:
             key, entry = self._cache.popitem(last=False)
-            self._bytes -= entry.bytes
+            nbytes -= entry.bytes
             self._evictions += 1
             if crowded:  # against max_bytes, a larger max_size would not help
                 self._seen[key] = self.keep_after

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, ClassVar, TypeVar
 
@@ -27,6 +27,7 @@ class PerProcess:
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ()
+    _found_by: Callable[[], Any] | None = None  # gives this one in this process, and that of any other there
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: hashes, `to` methods and finalisers may run under it
@@ -48,26 +49,26 @@ class PerProcess:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        for find, made in _MADE.items():
-            if made is self:
-                return find, ()
+        if self._found_by is not None:
+            return self._found_by, ()
         return partial(type(self), **{name: getattr(self, name) for name in self.SETTINGS}), ()
 
 
 _INSTANCES: weakref.WeakSet[PerProcess] = weakref.WeakSet()
-_MADE: dict[Callable[[], Any], Any] = {}
+_P = TypeVar("_P", bound=PerProcess)
 
 
-def once(make: Callable[[], _T]) -> Callable[[], _T]:
+def once(make: Callable[[], _P]) -> Callable[[], _P]:
     """The function, which makes its result in the first call; all later ones, of any thread, get the same."""
+    made: list[_P] = []
 
     @wraps(make)
-    def find() -> _T:
+    def find() -> _P:
         with LOCK:
-            if find not in _MADE:
-                _MADE[find] = make()
-        found: _T = _MADE[find]
-        return found
+            if not made:
+                made.append(make())
+                made[0]._found_by = find
+        return made[0]
 
     return find
 
@@ -84,18 +85,20 @@ def release_idle_memory() -> int:
     return freed
 
 
-def with_relief(make: Callable[[], _T], device: torch.device) -> _T:
-    """Calls `make`, and after running out of memory once more when everything idle was freed."""
-    for relieve in (release_idle_memory, None):
+def with_relief(tries: Iterable[Callable[[], _T]], device: torch.device, tried: str) -> _T:
+    """The result of the first try that does not run out of memory; after each that does, what is idle goes.
+
+    The error at the end says what was `tried`.
+    """
+    for attempt in tries:
         try:
-            return make()
+            return attempt()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)  # whose frames would keep the tensors of the callers
-        if relieve is not None:
-            relieve()
-    raise out_of_memory(failure, device, "after all idle buffers were freed") from failure
+        release_idle_memory()
+    raise out_of_memory(failure, device, f"after all idle buffers were freed{tried}") from failure
 
 
 def _start_clean_after_fork() -> None:

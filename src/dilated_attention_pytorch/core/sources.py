@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
 
-from .attention_buffer_manager import find_buffer_manager
-from .host_memory import describe_bytes, is_out_of_memory, out_of_memory
+from .attention_buffer_manager import AttentionBufferManager, find_buffer_manager
+from .host_memory import describe_bytes
 from .memory_pool import get_global_memory_pool
-from .process import release_idle_memory
+from .process import with_relief
 from .workspace import Workspace
 
-LendWorkspace = Callable[[torch.device], AbstractContextManager[Workspace]]
 _T = TypeVar("_T")
 FRESH, POOL, LIGHTWEIGHT = "fresh", "pool", "lightweight"
 
 
-def find_source(memory: str) -> LendWorkspace | None:
-    """What lends the workspace of a call: the global pool, a buffer manager, or nothing for fresh memory.
+@lru_cache(maxsize=2)
+def _of_global_pool(lightweight: bool) -> AttentionBufferManager:
+    return AttentionBufferManager(pool=get_global_memory_pool(), lightweight=lightweight)
+
+
+def find_source(memory: str) -> AttentionBufferManager | None:
+    """What lends the workspace of a call: a buffer manager, that of the global pool, or None: fresh memory.
 
     The name of a manager that is gone, or of another process as in an exported program, means fresh memory:
     that changes no result.
     """
-    if memory == FRESH:
-        return None
     if memory in (POOL, LIGHTWEIGHT):
-        return partial(get_global_memory_pool().workspace, lightweight=memory == LIGHTWEIGHT)
-    manager = find_buffer_manager(memory)
-    return None if manager is None else manager.workspace
-
-
-def retries(memory: str) -> bool:
-    """Whether a call that runs out of memory of this source tries again: a buffer manager may say no."""
-    manager = find_buffer_manager(memory)
-    return manager is None or manager.retries
+        return _of_global_pool(memory == LIGHTWEIGHT)
+    return find_buffer_manager(memory)
 
 
 def run_with_memory(
@@ -51,23 +45,19 @@ def run_with_memory(
     A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller
     batches.
     """
-    lend = find_source(memory)
-    if lend is None:
+    source = find_source(memory)
+    if source is None:
         return attend(workspace_bytes, Workspace())
-    if not retries(memory):
-        with lend(device) as workspace:
-            return attend(workspace_bytes, workspace)
-    for size in (workspace_bytes, workspace_bytes, workspace_bytes // 8, workspace_bytes // 64):
-        try:
-            with lend(device) as workspace:
-                return attend(max(1, size), workspace)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error.with_traceback(None)  # or its frames would keep the failed call's tensors
-        release_idle_memory()
-    tried = f"after all idle buffers were freed and batches cut to {describe_bytes(size)}"
-    raise out_of_memory(failure, device, tried) from failure
+
+    def attend_in(size: int) -> _T:
+        with source.workspace(device) as workspace:
+            return attend(size, workspace)
+
+    if not source.retries:
+        return attend_in(workspace_bytes)
+    sizes = [max(1, workspace_bytes // part) for part in (1, 1, 8, 64)]
+    tried = f" and batches cut to {describe_bytes(sizes[-1])}"
+    return with_relief([partial(attend_in, size) for size in sizes], device, tried)
 
 
 def check_memory(memory: str) -> None:

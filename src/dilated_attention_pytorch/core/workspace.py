@@ -1,107 +1,70 @@
-"""The memory that a pool keeps: scratch by slot for one call at a time, and blocks of host memory."""
+"""Scratch of one call by slot, and the blocks of memory that a pool keeps."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_alignment, check_flags, check_shape, one_of
-
-Slot = tuple[str, torch.dtype]
-MakeResult = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-Fit = Literal["class", "best", "exact"]
+Make = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+Fit = Literal["class", "best", "exact", "scratch", "fresh"]
 SMALLEST = 512  # bytes of the smallest size class
 
 
 class Workspace:
-    """Scratch that the tiles of a call reuse one after the other, and where a call's results come from.
+    """Scratch that the jobs of a call reuse one after the other. Serves one call, in one thread.
 
-    It serves one call at a time and is not thread-safe. Scratch never leaves the workspace; what outlives the
-    call comes from `result`.
+    Scratch never leaves the workspace; what outlives the call comes from `result`. Both are fresh memory, or
+    host memory from functions that make it: of (slot, shape, dtype), where the slot of results is "output".
     """
 
-    def __init__(self) -> None:
-        self.make_result: MakeResult | None = None
-        self.buffers: dict[Slot, Tensor] = {}
-        self.taken: set[Slot] = set()  # by the present call
-        self.fresh: set[Slot] = set()  # what the present call had to allocate
-
-    @property
-    def nbytes(self) -> int:
-        # A list first: the owner may add a slot while another thread asks.
-        return sum(buffer.nbytes for buffer in list(self.buffers.values()))
+    def __init__(self, make_scratch: Make | None = None, make_result: Make | None = None) -> None:
+        self._make_scratch, self._make_result = make_scratch, make_result
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory of `shape`, valid until the slot is taken again."""
-        key, numel = (slot, dtype), math.prod(shape)
-        buffer = self.buffers.get(key)
+        numel = math.prod(shape)
+        buffer = self.buffers.get((slot, dtype))
         if buffer is None or buffer.numel() < numel:
-            self.buffers.pop(key, None)  # freed before its successor is allocated
+            self.buffers.pop((slot, dtype), None)  # freed before its successor is allocated
             del buffer
-            # A tensor of inference mode could not be written to outside it.
-            with torch.inference_mode(False):
-                buffer = self.buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-            self.fresh.add(key)
-        elif key not in self.taken:
-            fill_if_deterministic(buffer)  # what an earlier call left there
-        self.taken.add(key)
+            if self._make_scratch is None:
+                buffer = torch.empty(numel, dtype=dtype, device=device)
+            else:
+                buffer = self._make_scratch(slot, (numel,), dtype)
+            self.buffers[slot, dtype] = buffer
         return buffer[:numel].view(shape)
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory that belongs to the caller."""
-        if self.make_result is not None:
-            return self.make_result(shape, dtype, device)
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def start(self, make_result: MakeResult | None) -> None:
-        """Begins another call: slots keep their memory, the counts start over."""
-        self.make_result = make_result
-        self.taken.clear()
-        self.fresh.clear()
+        if self._make_result is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._make_result("output", shape, dtype)
 
 
-@dataclass(eq=False)
-class Request:
-    """A contiguous tensor in memory of a pool.
+class Request(NamedTuple):
+    """A contiguous tensor in memory of a pool; see `MemoryPool.allocate`."""
 
-    Args:
-        tag: memory serves again only under the tag that it had before.
-        fit: "class" takes memory of the size class (at most a quarter larger), "best" the smallest that
-            fits up to twice the size, "exact" only the very size.
-        alignment: of the first element in bytes, a power of two.
-        pinned: page-locked, where the machine has a device to copy to; ordinary memory elsewhere.
-        numa: fresh memory is first touched by all threads of torch at once, which spreads it over the
-            nodes that compute with it; nothing on a host with one node.
-    """
-
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    tag: str = "buffer"
-    fit: Fit = "class"
+    tag: str
+    fit: Fit
     alignment: int | None = None
-    pinned: bool = False
-    numa: bool = False
 
-    def __post_init__(self) -> None:
-        self.shape = check_shape(self.shape)
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
-        if not isinstance(self.tag, str):
-            raise TypeError(f"tag must be a string, got {self.tag!r}")
-        one_of("fit", self.fit, ("class", "best", "exact"))
-        check_flags(pinned=self.pinned, numa=self.numa)
-        check_alignment(self.alignment)
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        # In so many bytes the tensor finds an aligned place.
-        self.needed = self.nbytes + max(0, (self.alignment or 0) - self.dtype.itemsize)
-        if self.needed >= 2**62:
-            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {self.needed}")
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def needed(self) -> int:
+        """In so many bytes the tensor finds an aligned place."""
+        return self.nbytes + max(0, (self.alignment or 0) - self.dtype.itemsize)
 
     def tensor_in(self, storage: torch.UntypedStorage) -> Tensor:
         """At the first aligned place of a storage."""
@@ -115,14 +78,15 @@ class Block:
     """Host memory of a pool. Whether anyone uses it is asked of torch each time, never remembered."""
 
     storage: torch.UntypedStorage
-    tag: str
-    nbytes: int
-    requested: int  # bytes of the tensor in it
-    used: int  # when it was last handed out or returned
+    tag: str = ""
+    is_scratch: bool = False
+    requested: int = 0  # bytes of the tensor in it
+    used: int = 0  # when it was last handed out or returned
     returned: bool = False
 
     def __post_init__(self) -> None:
         self.cdata, self.address = self.storage._cdata, self.storage.data_ptr()
+        self.nbytes = self.storage.nbytes()
 
     def has_users(self, number: Literal[0, 1]) -> bool:
         """Whether no tensor, view or graph holds the storage, or one, and no Python storage object does."""
@@ -162,9 +126,9 @@ def fill_if_deterministic(buffer: Tensor) -> Tensor:
 
 def _count_references() -> tuple[int, int]:
     """Of the storage of a block that no tensor uses, or one: torch may hold the Python object, too."""
-    block = Block(torch.empty(0, device="cpu").untyped_storage(), "", 0, 0, 0)
+    block = Block(torch.empty(0, device="cpu").untyped_storage())
     alone = block.references
-    _user = Request((0,), torch.uint8).tensor_in(block.storage)
+    _user = Request((0,), torch.uint8, "", "exact").tensor_in(block.storage)
     return alone, block.references
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import check_positive_int, refuse_keywords
+from ..checks import check_positive_int, refuse_unknown
 from ..functional import attend, dilated_attention
 from ..ring.comm import group_place
 from ..spec import SPEC_FIELDS, DilatedSpec
@@ -53,7 +53,7 @@ def attend_heads(
     q: Tensor, k: Tensor, v: Tensor, *, head_slice: tuple[int, int] | None = None, **options: Any
 ) -> Tensor:
     """`dilated_attention` of the heads (first, total) of a layer; by default of all of them."""
-    refuse_keywords("dilated_attention", options, signature(dilated_attention).parameters)
+    refuse_unknown("dilated_attention", options, signature(dilated_attention).parameters)
     of_spec = {name: options.pop(name) for name in SPEC_FIELDS if name in options}
     options.pop("return_lse", None)  # out alone is returned
     return attend(q, k, v, DilatedSpec(**of_spec), head_slice=head_slice, **options)[0]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from ..checks import check_flags, one_of, positive_int
+from ..checks import check_flags, check_positive_int, one_of, plain_int
 from ..ops import check_execution
 from ..spec import Branches, DilatedSpec, Execution, branches_for
 
@@ -61,7 +61,7 @@ def check_model_settings(
     one_of("sliding_layers", of_model["sliding_layers"], ("refuse", "own"))
     rest = {key: value for key, value in settings.items() if key not in MODEL}
     if of_model["max_length"] is not None:
-        length = positive_int("max_length", of_model["max_length"])
+        check_positive_int("max_length", length := plain_int(of_model["max_length"]))
         if not any(key in settings for key in REQUIRED):
             rest |= dict(zip(REQUIRED, _branches(length, num_heads), strict=True))
     elif not any(key in settings for key in REQUIRED):

@@ -115,8 +115,8 @@ def lend_workspace(memory: str, device: torch.device) -> AbstractContextManager[
 
     A rank that runs out of memory does not try again in smaller tiles as it would alone: others would not.
     """
-    lend = find_source(memory)
-    return nullcontext(Workspace()) if lend is None else lend(device)
+    source = find_source(memory)
+    return nullcontext(Workspace()) if source is None else source.workspace(device)
 
 
 def rank_seed(ring: Ring) -> Tensor:
