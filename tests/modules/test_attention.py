@@ -494,7 +494,7 @@ def test_buffer_manager_of_the_second_version() -> None:
             ImprovedDilatedAttentionV2,
             {"buffer_manager": AttentionBufferManager(), "enable_buffer_manager": False},
             ValueError,
-            "used or not, got one and enable_buffer_manager=False",
+            "are for a buffer manager, got enable_buffer_manager=False",
         ),
         (
             ImprovedDilatedAttentionV2,
