@@ -476,9 +476,13 @@ X = torch.zeros(B, N, E)
             ValueError,
             "must hold only 0 .* got other values",
         ),
-        ({"query": X, "attn_mask": "causal"}, TypeError, "attn_mask must be None or the square .* got str"),
+        ({"query": X, "attn_mask": "causal"}, TypeError, "attn_mask must be a bool or float tensor, got str"),
         ({"query": X, "attn_mask": causal_mask().int()}, TypeError, "attn_mask must be .* got torch.int32"),
-        ({"query": X, "attn_mask": causal_mask()[1:]}, ValueError, r"got the shape \(10, 11\) for n = 11"),
+        (
+            {"query": X, "attn_mask": causal_mask()[1:]},
+            ValueError,
+            r"attn_mask must be \(n, n\) = \(11, 11\), got \(10, 11\)",
+        ),
         ({"query": X, "attn_mask": ~causal_mask()}, ValueError, "the pattern decides .* got another mask"),
         ({"query": X, "attn_mask": torch.zeros(N, N)}, ValueError, "the pattern decides .* got another mask"),
         (

@@ -98,33 +98,6 @@ def copy_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, 
     return report
 
 
-@torch.no_grad()
-def copy_projections(
-    state: Mapping[str, Tensor], weights: list[Tensor], biases: list[Tensor], out_proj: nn.Linear
-) -> None:
-    """Copies a state dict into the projections of query, key and value, and into `out_proj`.
-
-    The input projections may be joint or separate there. Nothing is copied unless everything fits.
-    """
-    check_state(state)
-    targets = {"in_proj_weight": weights}
-    if "in_proj_weight" not in state:
-        targets = {f"{x}_proj_weight": [weight] for x, weight in zip("qkv", weights, strict=True)}
-    targets["out_proj.weight"] = [out_proj.weight]
-    if out_proj.bias is not None:
-        targets |= {"in_proj_bias": biases, "out_proj.bias": [out_proj.bias]}
-    check_fit({name: _joint(parts) for name, parts in targets.items()}, state)
-    for name, parts in targets.items():
-        for part, piece in zip(parts, state[name].chunk(len(parts)), strict=True):
-            part.copy_(piece)
-
-
-def _joint(parts: list[Tensor]) -> Tensor:
-    """Like all parts one below the other, in shape, dtype and device; without their memory."""
-    first, rows = parts[0], sum(len(part) for part in parts)
-    return first[:1].expand(rows, *first.shape[1:])
-
-
 def regroup_projections(
     state: MutableMapping[str, Any],
     prefix: str,
