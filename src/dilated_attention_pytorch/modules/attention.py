@@ -24,7 +24,6 @@ from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..core.tracing import remembered
 from ..functional import attend, spec_of
 from ..ops import check_execution
-from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, Execution, resolve_branches
 
 _make_execution = remembered(Execution)
@@ -47,7 +46,6 @@ class AttentionModule(nn.Module):
     """The options of `DilatedAttention` and what all modules do with them; a subclass gives `_attend`."""
 
     choice: Any = None  # of a factory: what it chose and why
-    workspace_default: int | None = None
     spec_options: ClassVar[tuple[str, ...]] = ()  # fields of `DilatedSpec` that are taken by name
     _manager: AttentionBufferManager | None = None  # where memory comes from, instead of the global pool
     _attend: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
@@ -88,8 +86,7 @@ class AttentionModule(nn.Module):
         self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
-        self.kernel, self.dtype = kernel, dtype
-        self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
+        self.kernel, self.workspace_bytes, self.dtype = kernel, workspace_bytes, dtype
         check_execution(self._execution)
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
@@ -157,11 +154,11 @@ class AttentionModule(nn.Module):
         """The name of where a call's memory comes from, as `Execution` takes it."""
         if self._manager is not None:
             return self._manager.name
-        if self.lightweight_pool and not self.enable_memory_pool:
+        if self.enable_memory_pool:
+            return LIGHTWEIGHT if self.lightweight_pool else POOL
+        if self.lightweight_pool:
             raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
-        if not self.enable_memory_pool:
-            return FRESH
-        return LIGHTWEIGHT if self.lightweight_pool else POOL
+        return FRESH
 
     @property
     def _execution(self) -> Execution:
@@ -198,8 +195,7 @@ class AttentionModule(nn.Module):
         shown = {name: (getattr(spec, name), getattr(DilatedSpec, name)) for name in self.spec_options}
         shown |= {"softmax_scale": (spec.scale, None), "attention_dropout": (spec.dropout_p, 0.0)}
         named = signature(AttentionModule).parameters.values()
-        shown |= {each.name: (own[each.name], each.default) for each in named if each.name in own}
-        return {**shown, "workspace_bytes": (self.workspace_bytes, self.workspace_default)}
+        return shown | {each.name: (own[each.name], each.default) for each in named if each.name in own}
 
     def extra_repr(self) -> str:
         spec = self.spec
@@ -228,7 +224,6 @@ class DilatedAttention(AttentionModule):
         device, dtype: what the inputs must have, checked when given. The module has no parameters of its own.
     """
 
-    workspace_default = DEFAULT_WORKSPACE_BYTES
     spec_options = ("head_mixing", "head_offsets", "tail", "detach_mixing")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:

@@ -35,8 +35,10 @@ from .call_checks import (
 )
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
 from .ring import RingDilatedAttentionV2, check_together, raise_together
-from .state_dicts import check_fit, check_state, regroup_projections
+from .state_dicts import load_torch_weights, regroup_projections
 
+Device = torch.device | str | None
+Dtype = torch.dtype | None
 _FIXED = ("attention", "fused_qkv", "positions")  # arguments of `MultiheadModule` that a kind decides
 POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
 
@@ -74,8 +76,8 @@ class MultiheadModule(nn.Module):
         num_kv_heads: int | None = None,
         fused_qkv: bool = False,
         positions: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -190,8 +192,8 @@ class MultiheadModule(nn.Module):
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
         dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        how: dict[str, Any] = {"is_causal": is_causal, "positions": positions}
-        call = Call(query, query, query, key_padding_mask, **how, batch_first=self.batch_first)
+        masks = (key_padding_mask, False, None, is_causal)
+        call = Call(query, query, query, *masks, positions, batch_first=self.batch_first)
         attend = check_call(self, call)
         if not isinstance(self.attention, DilatedAttention):
             raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
@@ -200,12 +202,7 @@ class MultiheadModule(nn.Module):
         q, k, _ = self._heads(call, attend)
         return self._rows(q, k, rows, is_causal, attend)
 
-    def make_cache(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> DilatedKVCache:
+    def make_cache(self, batch_size: int, device: Device = None, dtype: Dtype = None) -> DilatedKVCache:
         """An empty cache for `forward`; device and dtype are those of the first tokens by default."""
         check_decodes(self.attention)
         settings = {name: getattr(self.attention.spec, name) for name in OF_SPEC}
@@ -222,16 +219,7 @@ class MultiheadModule(nn.Module):
         if self.num_kv_heads != self.num_heads:
             heads = f"num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
             raise ValueError(f"nn.MultiheadAttention has as many key as query heads, got {heads}")
-        check_state(state)
-        theirs: dict[str, Tensor] = {}
-        for kind, x in self.out_proj.named_parameters():
-            theirs[f"in_proj_{kind}"] = x[:1].expand(3 * len(x), *x.shape[1:])  # a view of that shape
-            theirs[f"out_proj.{kind}"] = x
-        if "in_proj_weight" not in state:
-            joint = theirs.pop("in_proj_weight")
-            theirs = {f"{x}_proj_weight": joint[: self.embed_dim] for x in "qkv"} | theirs
-        check_fit(theirs, state)
-        self.load_state_dict(dict(state), strict=False)
+        load_torch_weights(self, self.out_proj, state)
 
     @property
     def is_sharded(self) -> bool:
@@ -395,10 +383,7 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` around `BlockSparseRingDilatedAttention`; takes its `sparse_config`.
-
-    With several processes it takes parts of the sequence, as `RingMultiheadDilatedAttention` does.
-    """
+    """`BlockSparseMultiheadDilatedAttention` over parts of a sequence, as `RingMultiheadDilatedAttention`."""
 
     _attention_class = BlockSparseRingDilatedAttention
 
