@@ -189,4 +189,4 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
             query, scale = query * scale, 1.0
         # scale q k + row key is the product of longer rows: the gate costs no kernel of its own.
         wide_q = torch.cat([query, (rows / scale).to(query.dtype)], -1)
-        return wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, scale
+        return Prepared(wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, scale)

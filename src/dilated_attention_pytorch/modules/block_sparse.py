@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,16 @@ from ..spec import SparsePatternConfig
 from .attention import AttentionModule
 from .ring import RingModule, RingOptions
 
-# Queries and keys as they are attended, the pattern or its recipe, and the factor of the scores.
-Prepared = tuple[Tensor, Tensor, BlockPattern | str, float | None]
 _build_by_content = uncompiled(build_block_pattern)  # what is kept depends on values: no compiler traces it
+
+
+class Prepared(NamedTuple):
+    """Queries and keys as they are attended, the pattern or its recipe, and the factor of the scores."""
+
+    query: Tensor
+    key: Tensor
+    pattern: BlockPattern | str
+    scale: float | None
 
 
 class BlockSparseDilatedAttention(AttentionModule):
@@ -137,7 +144,7 @@ class BlockSparseDilatedAttention(AttentionModule):
             query, key, _ = autocast_inputs(query, key, key)
             content: dict[str, Any] = {"query": query, "key": key, "key_mask": mask}
             pattern = _build_by_content(self._config, *query.shape[1:3], is_causal=is_causal, **content)
-        return query, key, pattern, self.spec.scale
+        return Prepared(query, key, pattern, self.spec.scale)
 
     def _attend_prepared(
         self, prepared: Prepared, value: Tensor, is_causal: bool, mask: Tensor | None, dropout_p: float
