@@ -284,15 +284,13 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
         if is_asked and not enable_buffer_manager:
             rule = "buffer_manager, enable_buffer_reuse=False and enable_preallocation=True"
             raise ValueError(f"{rule} are for a buffer manager, got enable_buffer_manager=False")
-        settings = Settings(*asked.values())
-        if buffer_manager is not None:
+        if buffer_manager is not None:  # profiling is turned on in any manager
             given = zip(asked.items(), Settings(), buffer_manager.settings, strict=False)
-            against = [f"{name}={value}" for (name, value), usual, has in given if usual != value != has]
-            if against := [each for each in against if each != "enable_profiling=True"]:
-                got = ", ".join(against)
+            differ = {name: value for (name, value), usual, has in given if usual != value != has}
+            if got := ", ".join(f"{x}={differ[x]}" for x in differ if x != "enable_profiling"):
                 raise ValueError(f"the settings of a buffer_manager are its own, got {got} against them")
         elif enable_buffer_manager:
-            buffer_manager = shared_buffer_manager(settings)
+            buffer_manager = shared_buffer_manager(Settings(*asked.values()))
         object.__setattr__(self, "_manager", buffer_manager)  # which the checks of other options read
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
 
