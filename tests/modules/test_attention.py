@@ -415,7 +415,7 @@ NO_CACHE: Options = {"enable_profiling": True, "use_pattern_cache": False}
     ("cls", "options", "error", "message"),
     [
         (DilatedAttention, {"lightweight_pool": True}, ValueError, "got enable_memory_pool=False"),
-        (DilatedAttention, NO_CACHE, ValueError, "needs a pattern cache or a memory pool, got neither"),
+        (DilatedAttention, NO_CACHE, ValueError, "enable_profiling needs a pattern cache or .* got neither"),
         (ImprovedDilatedAttention, {"buffer_manager": None}, TypeError, "buffer_manager"),
         (V2, {"buffer_manager": 3}, TypeError, "AttentionBufferManager, got int"),
         (V2, {**NO_MANAGER, "lightweight_pool": True}, ValueError, "got enable_memory_pool=False"),
@@ -434,12 +434,17 @@ NO_CACHE: Options = {"enable_profiling": True, "use_pattern_cache": False}
             ValueError,
             r"are one option, got the two values 0\.1 and 0\.2",
         ),
-        (DilatedAttention, {"dtype": "float32"}, TypeError, "a floating-point torch.dtype, got 'float32'"),
+        (
+            DilatedAttention,
+            {"dtype": "float32"},
+            TypeError,
+            "dtype must be a floating-point torch.dtype, got 'float32'",
+        ),
         (
             DilatedAttention,
             {"dtype": torch.int64},
             TypeError,
-            "a floating-point torch.dtype, got torch.int64",
+            "dtype must be a floating-point torch.dtype, got torch.int64",
         ),
     ],
 )

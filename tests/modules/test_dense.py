@@ -36,7 +36,7 @@ def plain(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("m", "is_causal"), [(N, False), (N, True), (1, False), (M, False)])
 @pytest.mark.parametrize("h_kv", [4, 2, 1])
-@pytest.mark.parametrize("scale", [None, 0.3, -0.4, 0.0, 1e-30])  # by which the CPU's op multiplies -inf
+@pytest.mark.parametrize("scale", [None, 0.3, -0.4, 0.0, 1e-30, -3.0])  # the CPU's op multiplies -inf by it
 def test_equals_the_plain_formula(
     masked: bool, m: int, is_causal: bool, h_kv: int, scale: float | None
 ) -> None:

@@ -167,7 +167,9 @@ def test_a_cache_has_no_gradients_and_no_dropout() -> None:
     with pytest.raises((ValueError, RuntimeError), match="grad"):
         module(tokens(), is_causal=True, cache=cache)
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"no dropout, got 0\.2 in training: call eval\(\) first"):
+        with pytest.raises(
+            ValueError, match=r"a cache has no dropout, got 0\.2 in training: call eval\(\) first"
+        ):
             module.train()(tokens(), is_causal=True, cache=cache)
         assert cache.num_tokens == 0
         module.eval()(tokens(), is_causal=True, cache=cache)
