@@ -10,32 +10,27 @@ from typing import Any
 import pytest
 import torch
 
+import dilated_attention_pytorch as package
 from dilated_attention_pytorch import (
     BlockPattern,
-    BlockSparseAdaptiveDilatedAttention,
-    BlockSparseDilatedAttention,
-    BlockSparseMultiheadDilatedAttention,
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedDilatedAttentionV2,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2,
     SparsePatternConfig,
     block_sparse_attention,
     choose_dilated_attention,
     create_block_sparse_attention,
     create_dilated_attention,
+    create_multihead_dilated_attention,
     factory,
 )
 from dilated_attention_pytorch.core.host_memory import Memory
-from dilated_attention_pytorch.factory import PRESETS, VARIANTS, create_multihead_dilated_attention
+from dilated_attention_pytorch.factory import PRESETS, VARIANTS
+from dilated_attention_pytorch.modules import MULTIHEAD_KINDS
 from dilated_attention_pytorch.modules import ring as ring_module
-from dilated_attention_pytorch.modules.multihead import MULTIHEAD_KINDS, MultiheadDilatedAttention
 
 SHORT, LONG = [256, 512], [2048, 4096]
 RATES = [1, 2]
+BLOCKS = {"sparse_config": {"pattern_type": "local_window", "block_size": 64}}
+Q = torch.randn(1, 300, 4, 8)
 
 
 @pytest.fixture
@@ -43,84 +38,108 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**40, 2**40))
 
 
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
+
+
+def multihead(kind: str, lengths: list[int], rates: list[int], **options: Any) -> Any:
+    """The attention of a multihead module."""
+    return create_multihead_dilated_attention(kind, 32, 4, lengths, rates, **options).attention
+
+
+def name_of(module: object) -> str:
+    return type(module).__name__
+
+
 @pytest.mark.parametrize(
-    ("kind", "cls"),
+    ("kind", "name"),
     [
-        ("standard", DilatedAttention),
-        ("improved", ImprovedDilatedAttention),
-        ("improved_v2", ImprovedDilatedAttentionV2),
-        ("ring", RingDilatedAttentionV2),
-        ("distributed", RingDilatedAttentionProduction),
+        ("standard", "DilatedAttention"),
+        ("improved", "ImprovedDilatedAttention"),
+        ("improved_v2", "ImprovedDilatedAttentionV2"),
+        ("ring", "RingDilatedAttentionV2"),
+        ("distributed", "RingDilatedAttentionProduction"),
     ],
 )
-def test_kinds_compute_the_same(kind: str, cls: type, plenty: None) -> None:
+def test_kinds_compute_the_same(kind: str, name: str, plenty: None) -> None:
     module = create_dilated_attention(kind, SHORT, RATES)
-    assert type(module) is cls
+    assert type(module) is getattr(package, name)
     q, k, v = torch.randn(3, 2, 700, 4, 8).unbind(0)
     assert torch.equal(module(q, k, v), DilatedAttention(SHORT, RATES)(q, k, v))
 
 
-def test_auto_goes_by_the_length(plenty: None) -> None:
-    assert type(create_dilated_attention("auto", SHORT, RATES)) is DilatedAttention
-    assert (
-        type(create_dilated_attention(segment_lengths=LONG, dilation_rates=RATES)) is ImprovedDilatedAttention
-    )
-    assert type(create_dilated_attention("auto", LONG, RATES, seq_len=4095)) is DilatedAttention
+@pytest.mark.parametrize("num_processes", [1, 4])  # a data-parallel run has a sequence in each
+def test_auto_goes_by_the_length(plenty: None, monkeypatch: pytest.MonkeyPatch, num_processes: int) -> None:
+    monkeypatch.setattr(ring_module, "group_size", lambda group: num_processes)
+    long = {"segment_lengths": LONG, "dilation_rates": RATES}
+    assert name_of(create_dilated_attention("auto", SHORT, RATES)) == "DilatedAttention"
+    assert name_of(create_dilated_attention(**long)) == "ImprovedDilatedAttention"
+    assert name_of(create_dilated_attention("auto", **long, seq_len=4095)) == "DilatedAttention"
+    made = create_multihead_dilated_attention("auto", 32, 4, SHORT, RATES)
+    assert name_of(made) == "MultiheadDilatedAttention"
 
 
 def test_ring_kinds_take_their_options(plenty: None) -> None:
     ring: Any = create_dilated_attention("ring", SHORT, RATES, ring_size=8, strategy="ring")
     assert (ring.ring_size, ring.strategy) == (8, "ring")
-    distributed: Any = create_dilated_attention(
+    long: Any = create_dilated_attention(
         "distributed", LONG, RATES, ring_size=8, mixed_precision=True, memory_pool_size=3
     )
-    assert (distributed.ring_size, distributed.memory_pool.pool_size) == (8, 3)
-    assert distributed.config.mixed_precision
+    assert (long.ring_size, long.memory_pool.pool_size, long.config.mixed_precision) == (8, 3, True)
     with pytest.raises(ValueError, match="the memory of this module is pooled"):
         create_dilated_attention("distributed", LONG, RATES, enable_memory_pool=False)
 
 
-def test_auto_is_local_also_with_several_processes(plenty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data-parallel run has a sequence in each process."""
-    monkeypatch.setattr(ring_module, "group_size", lambda group: 4)
-    assert type(create_dilated_attention("auto", SHORT, RATES)) is DilatedAttention
-    assert type(create_dilated_attention("auto", LONG, RATES)) is ImprovedDilatedAttention
+@pytest.mark.parametrize(
+    ("create", "kind"),
+    [
+        *(
+            (create_dilated_attention, kind)
+            for kind in ("auto", "standard", "improved", "improved_v2", "ring")
+        ),
+        *((multihead, kind) for kind in ("auto", *MULTIHEAD_KINDS)),
+    ],
+)
+def test_the_pool_turns_itself_on_for_long_segments(create: Any, kind: str, plenty: None) -> None:
+    assert not create(kind, SHORT, RATES).enable_memory_pool
+    assert create(kind, LONG, RATES).enable_memory_pool
+    assert not create(kind, LONG, RATES, enable_memory_pool=False).enable_memory_pool
+    assert create(kind, SHORT, RATES, enable_memory_pool=True).enable_memory_pool
+    assert not create(kind, LONG, RATES, seq_len=1000).enable_memory_pool
 
 
-@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "improved_v2", "ring"])
-def test_the_pool_turns_itself_on_for_long_segments(kind: str, plenty: None) -> None:
-    assert not create_dilated_attention(kind, SHORT, RATES).enable_memory_pool
-    assert create_dilated_attention(kind, LONG, RATES).enable_memory_pool
-    assert not create_dilated_attention(kind, LONG, RATES, enable_memory_pool=False).enable_memory_pool
-    assert create_dilated_attention(kind, SHORT, RATES, enable_memory_pool=True).enable_memory_pool
-    assert not create_dilated_attention(kind, LONG, RATES, seq_len=1000).enable_memory_pool
-
-
-def test_little_memory_means_small_tiles_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
-    module = create_dilated_attention("auto", LONG, RATES)
-    assert module.lightweight_pool
-    assert module.workspace_bytes == 2**22
-    asked = create_dilated_attention("auto", LONG, RATES, workspace_bytes=2**25, lightweight_pool=False)
+@pytest.mark.parametrize("create", [create_dilated_attention, multihead])
+def test_little_memory_means_small_tiles_and_nothing_kept(create: Any, little: None) -> None:
+    made = create("auto", LONG, RATES)
+    assert (made.workspace_bytes, made.lightweight_pool) == (2**22, True)
+    asked = create("auto", LONG, RATES, workspace_bytes=2**25, lightweight_pool=False)
     assert (asked.workspace_bytes, asked.lightweight_pool) == (2**25, False)
-    assert not create_dilated_attention("auto", LONG, RATES, enable_memory_pool=False).lightweight_pool
+    assert not create("auto", LONG, RATES, enable_memory_pool=False).lightweight_pool
 
 
 def test_the_choice_explains_itself(plenty: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
         module = create_dilated_attention("auto", LONG, RATES, dropout=0.1)
-    choice = choose_dilated_attention("auto", LONG, RATES, dropout=0.1)
-    assert module.choice == choice
-    assert str(choice).splitlines() == [
-        "ImprovedDilatedAttention(segment_lengths=(2048, 4096), dilation_rates=(1, 2), "
-        "enable_memory_pool=True, dropout=0.1)",
-        "- kind: segments reach over 4096 positions, 4096 or more",
-        "- enable_memory_pool: segments reach over 4096 positions, 4096 or more",
-    ]
-    assert str(choice) in caplog.text
-    assert "- enable_memory_pool: as asked" in str(
-        choose_dilated_attention("improved", LONG, RATES, enable_memory_pool=False)
-    )
+        heads = create_multihead_dilated_attention("auto", 32, 4, LONG, RATES, position_encoding="rotary")
+        blocks: Any = create_block_sparse_attention("base", [2048], [1], sparsity_ratio=0.01)
+    assert module.choice == choose_dilated_attention("auto", LONG, RATES, dropout=0.1)
+    why = "segments reach over 4096 positions, 4096 or more"
+    chosen = "segment_lengths=(2048, 4096), dilation_rates=(1, 2), enable_memory_pool=True"
+    for made, first in (
+        (module, f"ImprovedDilatedAttention({chosen}, dropout=0.1)"),
+        (
+            heads,
+            f"ImprovedMultiheadDilatedAttention(embed_dim=32, num_heads=4, {chosen}, "
+            "position_encoding='rotary')",
+        ),
+    ):
+        assert str(made.choice).splitlines() == [first, f"- kind: {why}", f"- enable_memory_pool: {why}"]
+    assert "BlockSparseDilatedAttention(segment_lengths=[2048]" in str(blocks.choice)
+    assert "- pattern: the default, sparsity_ratio=0.01" in str(blocks.choice)
+    assert all(str(made.choice) in caplog.text for made in (module, heads, blocks))
+    asked = choose_dilated_attention("improved", LONG, RATES, enable_memory_pool=False)
+    assert "- enable_memory_pool: as asked" in str(asked)
 
 
 def test_made_modules_copy_and_pickle(plenty: None) -> None:
@@ -128,21 +147,6 @@ def test_made_modules_copy_and_pickle(plenty: None) -> None:
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert repr(twin) == repr(module)
         assert twin.choice == module.choice
-
-
-def test_bad_arguments() -> None:
-    kinds = "auto, standard, improved, improved_v2, ring, block_sparse, distributed"
-    with pytest.raises(ValueError, match=f"kind must be one of {kinds}, got 'fast'"):
-        create_dilated_attention("fast", SHORT, RATES)
-    with pytest.raises(ValueError, match="seq_len must be a positive integer, got 0"):
-        create_dilated_attention("auto", SHORT, RATES, seq_len=0)
-    with pytest.raises(ValueError, match="same length"):
-        create_dilated_attention("auto", SHORT, [1])
-    with pytest.raises(TypeError, match="has no 'speed'"):
-        create_dilated_attention("auto", SHORT, RATES, speed=11)
-
-
-BLOCKS = {"sparse_config": {"pattern_type": "local_window", "block_size": 64}}
 
 
 @pytest.mark.parametrize("kind", MULTIHEAD_KINDS)
@@ -157,106 +161,57 @@ def test_multihead_kinds(kind: str, plenty: None) -> None:
     assert torch.equal(made(x, is_causal=True)[0], direct(x, is_causal=True)[0])
 
 
-@pytest.mark.parametrize("kind", ["auto", *MULTIHEAD_KINDS])
-def test_the_pool_of_multihead_modules(kind: str, plenty: None) -> None:
-    def make(lengths: list[int], **options: Any) -> MultiheadDilatedAttention:
-        return create_multihead_dilated_attention(kind, 32, 4, lengths, RATES, **options)
-
-    assert not make(SHORT).attention.enable_memory_pool
-    assert make(LONG).attention.enable_memory_pool
-    assert not make(LONG, enable_memory_pool=False).attention.enable_memory_pool
-    assert not make(LONG, seq_len=1000).attention.enable_memory_pool
-
-
-def test_multihead_auto_goes_by_the_length_and_says_so(
-    plenty: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
-        module = create_multihead_dilated_attention(
-            "auto", 32, 4, LONG, RATES, position_encoding="rotary", dropout=0.1
-        )
-    assert str(module.choice).splitlines() == [
-        "ImprovedMultiheadDilatedAttention(embed_dim=32, num_heads=4, segment_lengths=(2048, 4096), "
-        "dilation_rates=(1, 2), enable_memory_pool=True, position_encoding='rotary', dropout=0.1)",
-        "- kind: segments reach over 4096 positions, 4096 or more",
-        "- enable_memory_pool: segments reach over 4096 positions, 4096 or more",
-    ]
-    assert str(module.choice) in caplog.text
-    assert type(create_multihead_dilated_attention("auto", 32, 4, SHORT, RATES)) is MultiheadDilatedAttention
-    assert create_multihead_dilated_attention().embed_dim == 768
-
-
-def test_multihead_with_little_memory_and_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
-    attention = create_multihead_dilated_attention("auto", 32, 4, LONG, RATES).attention
-    assert (attention.lightweight_pool, attention.workspace_bytes) == (True, 2**22)
-    monkeypatch.undo()
-    assert create_multihead_dilated_attention(device="meta").out_proj.weight.is_meta
-
-
-def test_bad_arguments_of_multihead() -> None:
-    kinds = "auto, standard, improved, ring, block_sparse, block_sparse_ring"
-    with pytest.raises(ValueError, match=f"kind must be one of {kinds}, got 'improved_v2'"):
-        create_multihead_dilated_attention("improved_v2")
-    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads, got 10 and 3"):
-        create_multihead_dilated_attention("auto", 10, 3)
-    with pytest.raises(ValueError, match="seq_len must be a positive integer, got 0"):
-        create_multihead_dilated_attention("auto", 12, 3, seq_len=0)
-    with pytest.raises(TypeError, match="has no 'speed'"):
-        create_multihead_dilated_attention("auto", 12, 3, speed=11)
-
-
-Q = torch.randn(1, 300, 4, 8)
+def test_multihead_defaults_and_meta() -> None:
+    made = create_multihead_dilated_attention(device="meta")
+    assert (made.embed_dim, made.out_proj.weight.is_meta) == (768, True)
 
 
 @pytest.mark.parametrize(
-    ("variant", "cls", "kind"),
+    ("variant", "name", "kind"),
     [
-        ("auto", BlockSparseDilatedAttention, "dilated_sparse"),
-        ("base", BlockSparseDilatedAttention, "dilated_sparse"),
-        ("ring", BlockSparseRingDilatedAttention, "dilated_sparse"),
-        ("hierarchical", BlockSparseDilatedAttention, "hierarchical"),
-        ("adaptive", BlockSparseAdaptiveDilatedAttention, "adaptive"),
-        ("distributed", BlockSparseRingDilatedAttention, "dilated_sparse"),
+        ("auto", "BlockSparseDilatedAttention", "dilated_sparse"),
+        ("base", "BlockSparseDilatedAttention", "dilated_sparse"),
+        ("ring", "BlockSparseRingDilatedAttention", "dilated_sparse"),
+        ("hierarchical", "BlockSparseDilatedAttention", "hierarchical"),
+        ("adaptive", "BlockSparseAdaptiveDilatedAttention", "adaptive"),
+        ("distributed", "BlockSparseRingDilatedAttention", "dilated_sparse"),
     ],
 )
-def test_block_variants(variant: str, cls: type, kind: str) -> None:
+def test_block_variants(variant: str, name: str, kind: str) -> None:
     module: Any = create_block_sparse_attention(variant, [128], [1], sparsity_ratio=0.3, block_size=32)
-    assert type(module) is cls
+    assert type(module) is getattr(package, name)
     assert module.sparse_config == SparsePatternConfig(kind, 0.3, 32)
     assert module(Q, Q, Q).shape == Q.shape
 
 
-def test_multihead_variant_by_name_and_by_embed_dim() -> None:
-    for variant in ("multihead", "auto"):
-        module: Any = create_block_sparse_attention(
-            variant, [128], [1], sparsity_ratio=0.3, block_size=32, embed_dim=32, num_heads=4
-        )
-        assert type(module) is BlockSparseMultiheadDilatedAttention
-        out, weights = module(torch.randn(2, 100, 32))
-        assert (out.shape, weights) == ((2, 100, 32), None)
-
-
-def test_distributed_with_embed_dim_is_the_multihead_module_of_the_ring() -> None:
-    module: Any = create_block_sparse_attention(
-        "distributed", [128], [1], sparsity_ratio=0.3, block_size=32, embed_dim=32, num_heads=4, ring_size=8
-    )
-    assert type(module) is BlockSparseRingMultiheadDilatedAttention
-    assert module.attention.ring_size == 8
-    assert "BlockSparseRingMultiheadDilatedAttention(" in str(module.choice)
-    assert "- multihead: embed_dim is given" in str(module.choice)
-    assert module(torch.randn(2, 100, 32))[0].shape == (2, 100, 32)
+@pytest.mark.parametrize(
+    ("variant", "name", "reason"),
+    [
+        ("multihead", "BlockSparseMultiheadDilatedAttention", "pattern: the default"),
+        ("auto", "BlockSparseMultiheadDilatedAttention", "variant: embed_dim is given"),
+        ("distributed", "BlockSparseRingMultiheadDilatedAttention", "multihead: embed_dim is given"),
+    ],
+)
+def test_variants_with_embed_dim_are_multihead_modules(variant: str, name: str, reason: str) -> None:
+    options: Any = {"embed_dim": 32, "num_heads": 4, "sparsity_ratio": 0.3, "block_size": 32}
+    options |= {"ring_size": 8} if variant == "distributed" else {}
+    module: Any = create_block_sparse_attention(variant, [128], [1], **options)
+    assert name_of(module) == name
+    assert f"{name}(" in str(module.choice)
+    assert f"- {reason}" in str(module.choice)
+    assert getattr(module.attention, "ring_size", None) == options.get("ring_size")
+    out, weights = module(torch.randn(2, 100, 32))
+    assert (out.shape, weights) == ((2, 100, 32), None)
 
 
 def test_auto_follows_the_pattern() -> None:
-    for kind, cls in (
-        ("adaptive", BlockSparseAdaptiveDilatedAttention),
-        ("hierarchical", BlockSparseDilatedAttention),
-        ("random", BlockSparseDilatedAttention),
+    for kind, name in (
+        ("adaptive", "BlockSparseAdaptiveDilatedAttention"),
+        ("hierarchical", "BlockSparseDilatedAttention"),
+        ("random", "BlockSparseDilatedAttention"),
     ):
         module: Any = create_block_sparse_attention(pattern_type=kind)
-        assert type(module) is cls
-        assert module.sparse_config.pattern_type == kind
+        assert (name_of(module), module.sparse_config.pattern_type) == (name, kind)
         assert f"variant: pattern {kind}" in str(module.choice)
 
 
@@ -277,39 +232,45 @@ def test_a_pattern_or_a_dict_is_the_whole_config() -> None:
     assert torch.equal(module(Q, Q, Q), block_sparse_attention(Q, Q, Q, pattern))
     by_dict: Any = create_block_sparse_attention(sparse_config={"pattern_type": "strided", "block_size": 16})
     assert by_dict.sparse_config == SparsePatternConfig("strided", block_size=16)
-    for extra in ({"sparsity_ratio": 0.1}, {"block_size": 32}, {"preset": "local"}):
-        (name,) = extra
-        with pytest.raises(ValueError, match=f"sparse_config is the whole pattern, got {name} beside it"):
-            create_block_sparse_attention(sparse_config=SparsePatternConfig(), **extra)
+    of_kind: Any = create_dilated_attention("block_sparse", [128], [1], sparse_config=by_dict.sparse_config)
+    assert torch.equal(of_kind(Q, Q, Q), by_dict(Q, Q, Q))
 
 
-def test_choice_of_blocks_is_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
-        module: Any = create_block_sparse_attention("base", [2048], [1], sparsity_ratio=0.01)
-    assert str(module.choice) in caplog.text
-    assert "BlockSparseDilatedAttention(segment_lengths=[2048]" in str(module.choice)
-    assert "- pattern: the default, sparsity_ratio=0.01" in str(module.choice)
+CREATE = {
+    "dilated": create_dilated_attention,
+    "multihead": create_multihead_dilated_attention,
+    "blocks": create_block_sparse_attention,
+}
+KINDS = "auto, standard, improved, improved_v2, ring, block_sparse, distributed"
+MULTIHEAD = "auto, standard, improved, ring, block_sparse, block_sparse_ring"
+CONFIG, RANDOM = {"sparse_config": SparsePatternConfig()}, {"pattern_type": "random"}
+TYPED, WHOLE = "needs a pattern of that type, got random", "sparse_config is the whole pattern, got"
 
 
-def test_kind_of_the_dilated_factory() -> None:
-    config = SparsePatternConfig("random", 0.2, 32)
-    module = create_dilated_attention("block_sparse", [128], [1], sparse_config=config)
-    assert type(module) is BlockSparseDilatedAttention
-    assert module(Q, Q, Q).shape == Q.shape
-
-
-def test_bad_arguments_of_block_sparse() -> None:
-    with pytest.raises(ValueError, match=f"variant must be one of auto, {', '.join(VARIANTS)}, got 'fast'"):
-        create_block_sparse_attention("fast")
-    for preset in ("books", ["local"]):
-        with pytest.raises(ValueError, match="preset must be one of local, document, genome"):
-            create_block_sparse_attention(preset=preset)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="segment_lengths must be a sequence of integers, got 2048"):
-        create_block_sparse_attention("base", 2048, [1])  # type: ignore[arg-type]
-    for variant in ("adaptive", "hierarchical"):
-        with pytest.raises(ValueError, match=f"variant '{variant}' needs a pattern of that type, got random"):
-            create_block_sparse_attention(variant, pattern_type="random")
-    with pytest.raises(ValueError, match="sparsity_ratio is the fraction kept"):
-        create_block_sparse_attention(sparsity_ratio=0)
-    with pytest.raises(TypeError, match="speed"):
-        create_block_sparse_attention("base", speed="high")
+@pytest.mark.parametrize(
+    ("create", "args", "options", "error", "message"),
+    [
+        ("dilated", ["fast"], {}, ValueError, f"kind must be one of {KINDS}, got 'fast'"),
+        ("dilated", [], {"seq_len": 0}, ValueError, "seq_len must be a positive integer, got 0"),
+        ("dilated", ["auto", SHORT, [1]], {}, ValueError, "same length"),
+        ("dilated", [], {"speed": 11}, TypeError, "has no 'speed'"),
+        ("multihead", ["improved_v2"], {}, ValueError, f"must be one of {MULTIHEAD}, got 'improved_v2'"),
+        ("multihead", ["auto", 10, 3], {}, ValueError, "a multiple of num_heads, got 10 and 3"),
+        ("multihead", [], {"seq_len": 0}, ValueError, "seq_len must be a positive integer, got 0"),
+        ("multihead", [], {"speed": 11}, TypeError, "has no 'speed'"),
+        ("blocks", ["fast"], {}, ValueError, f"must be one of auto, {', '.join(VARIANTS)}, got 'fast'"),
+        ("blocks", [], {"preset": "books"}, ValueError, "preset must be one of local, document, genome"),
+        ("blocks", [], {"preset": ["local"]}, ValueError, "preset must be one of local, document, genome"),
+        ("blocks", ["base", 2048, [1]], {}, TypeError, "segment_lengths must be a sequence .* got 2048"),
+        ("blocks", ["adaptive"], RANDOM, ValueError, f"variant 'adaptive' {TYPED}"),
+        ("blocks", ["hierarchical"], RANDOM, ValueError, f"variant 'hierarchical' {TYPED}"),
+        ("blocks", [], {"sparsity_ratio": 0}, ValueError, "sparsity_ratio is the fraction kept"),
+        ("blocks", ["base"], {"speed": "high"}, TypeError, "has no 'speed'"),
+        ("blocks", [], {**CONFIG, "sparsity_ratio": 0.1}, ValueError, f"{WHOLE} sparsity_ratio beside it"),
+        ("blocks", [], {**CONFIG, "block_size": 32}, ValueError, f"{WHOLE} block_size beside it"),
+        ("blocks", [], {**CONFIG, "preset": "local"}, ValueError, f"{WHOLE} preset beside it"),
+    ],
+)
+def test_bad_arguments(create: str, args: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CREATE[create](*args, **options)

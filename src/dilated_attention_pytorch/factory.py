@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from . import modules
 from .checks import check_device, check_positive_int, refuse_unknown
 from .core.host_memory import describe_bytes, device_memory
-from .modules import (
-    MULTIHEAD_KINDS,
-    BlockSparseAdaptiveDilatedAttention,
-    BlockSparseDilatedAttention,
-    BlockSparseMultiheadDilatedAttention,
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
-    DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedDilatedAttentionV2,
-    MultiheadDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2,
-)
+from .modules import MULTIHEAD_KINDS, MultiheadDilatedAttention
 from .modules.attention import AttentionModule
 from .plan import BlockPattern
 from .spec import DilatedSpec, SparsePatternConfig, resolve_branches
@@ -34,23 +22,23 @@ LOGGER = logging.getLogger("dilated_attention_pytorch")
 POOL_FROM = 4096  # segments of this length turn the memory pool on
 LITTLE_MEMORY = 2 * 2**30
 KINDS: Mapping[str, type[AttentionModule]] = {
-    "standard": DilatedAttention,
-    "improved": ImprovedDilatedAttention,
-    "improved_v2": ImprovedDilatedAttentionV2,
-    "ring": RingDilatedAttentionV2,
-    "block_sparse": BlockSparseDilatedAttention,
-    "distributed": RingDilatedAttentionProduction,
+    "standard": modules.DilatedAttention,
+    "improved": modules.ImprovedDilatedAttention,
+    "improved_v2": modules.ImprovedDilatedAttentionV2,
+    "ring": modules.RingDilatedAttentionV2,
+    "block_sparse": modules.BlockSparseDilatedAttention,
+    "distributed": modules.RingDilatedAttentionProduction,
 }
-VARIANTS: Mapping[str, type[BlockSparseDilatedAttention] | type[BlockSparseMultiheadDilatedAttention]] = {
-    "base": BlockSparseDilatedAttention,
-    "ring": BlockSparseRingDilatedAttention,
-    "hierarchical": BlockSparseDilatedAttention,
-    "adaptive": BlockSparseAdaptiveDilatedAttention,
-    "multihead": BlockSparseMultiheadDilatedAttention,
-    "distributed": BlockSparseRingDilatedAttention,  # with embed_dim its multihead module
+VARIANTS: Mapping[str, Any] = {
+    "base": modules.BlockSparseDilatedAttention,
+    "ring": modules.BlockSparseRingDilatedAttention,
+    "hierarchical": modules.BlockSparseDilatedAttention,
+    "adaptive": modules.BlockSparseAdaptiveDilatedAttention,
+    "multihead": modules.BlockSparseMultiheadDilatedAttention,
+    "distributed": modules.BlockSparseRingDilatedAttention,
 }
+_OVER_EMBEDDINGS = {"distributed": modules.BlockSparseRingMultiheadDilatedAttention}  # with embed_dim
 _PATTERN_TYPES = ("hierarchical", "adaptive")  # variants whose pattern is of that type; others take any
-_OWN_NAMES = ("variant", "sparsity_ratio", "block_size", "pattern_type", "preset")
 PRESETS: Mapping[str, SparsePatternConfig] = {
     "local": SparsePatternConfig("local_window", 0.05),
     "document": SparsePatternConfig("global_local", 0.05),
@@ -58,7 +46,6 @@ PRESETS: Mapping[str, SparsePatternConfig] = {
     "multiscale": SparsePatternConfig("hierarchical", 0.05, hierarchy="long_range"),
     "extreme": SparsePatternConfig("dilated_sparse", 0.01, 256),
 }
-_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -68,11 +55,18 @@ class Choice:
     kind: str
     options: Mapping[str, Any]
     reasons: tuple[str, ...]
-    class_name: str
+    made: type[nn.Module]
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return "\n".join([f"{self.class_name}({options})", *(f"- {why}" for why in self.reasons)])
+        return "\n".join([f"{self.made.__name__}({options})", *(f"- {why}" for why in self.reasons)])
+
+    def make(self) -> Any:
+        """The module, which keeps the choice; the choice is logged."""
+        LOGGER.info("%s", self)
+        module: Any = self.made(**self.options)
+        module.choice = self
+        return module
 
 
 def create_dilated_attention(
@@ -103,7 +97,8 @@ def create_dilated_attention(
             `branches_for` gives the branches that are left out for it.
     """
     choice = choose_dilated_attention(kind, segment_lengths, dilation_rates, seq_len=seq_len, **options)
-    return _made(KINDS[choice.kind], choice)
+    attention: AttentionModule = choice.make()
+    return attention
 
 
 def create_multihead_dilated_attention(
@@ -125,10 +120,11 @@ def create_multihead_dilated_attention(
     "auto", the memory pool, `seq_len`, `options` (those of the kind's class) and `module.choice` are as in
     `create_dilated_attention`.
     """
-    heads = {"embed_dim": embed_dim, "num_heads": num_heads}
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
     branches = (segment_lengths, dilation_rates, seq_len)
-    choice = _choose("create_multihead_dilated_attention", MULTIHEAD_KINDS, kind, *branches, options, heads)
-    return _made(MULTIHEAD_KINDS[choice.kind], choice)
+    choice = _choose("create_multihead_dilated_attention", MULTIHEAD_KINDS, kind, branches, options, sizes)
+    multihead: MultiheadDilatedAttention = choice.make()
+    return multihead
 
 
 def create_block_sparse_attention(
@@ -159,11 +155,10 @@ def create_block_sparse_attention(
         options: those of the variant's class, such as `embed_dim` and `num_heads` for "multihead", or
             `ring_size` and `group` for "ring".
     """
-    given = {"sparsity_ratio": sparsity_ratio, "block_size": block_size, "pattern_type": pattern_type}
     _one_word("variant", variant, ("auto", *VARIANTS))
-    config, reasons = _choose_pattern(
-        variant, sparse_config, preset, {name: value for name, value in given.items() if value is not None}
-    )
+    given = {"sparsity_ratio": sparsity_ratio, "block_size": block_size, "pattern_type": pattern_type}
+    changes = {name: value for name, value in given.items() if value is not None}
+    config, reasons = _choose_pattern(variant, sparse_config, preset, changes)
     kind = None if isinstance(config, BlockPattern) else config.pattern_type
     if variant == "auto":
         variant = "multihead" if "embed_dim" in options else kind if kind in _PATTERN_TYPES else "base"
@@ -171,15 +166,18 @@ def create_block_sparse_attention(
         reasons.append(f"variant: {why}")
     elif variant in _PATTERN_TYPES and kind != variant:
         raise ValueError(f"variant {variant!r} needs a pattern of that type, got {kind or 'a BlockPattern'}")
-    make = VARIANTS[variant]
-    if variant == "distributed" and "embed_dim" in options:
-        make = BlockSparseRingMultiheadDilatedAttention
+    made = VARIANTS[variant]
+    if "embed_dim" in options and variant in _OVER_EMBEDDINGS:
+        made = _OVER_EMBEDDINGS[variant]
         reasons.append("multihead: embed_dim is given")
-    longest, heads = options.pop("max_length", None), options.get("num_heads")
-    segments, rates = resolve_branches(segment_lengths, dilation_rates, longest, heads)
-    refuse_unknown("create_block_sparse_attention", options, make.option_names(), _OWN_NAMES)
-    made = {"segment_lengths": segments, "dilation_rates": rates, "sparse_config": config, **options}
-    return _made(make, Choice(variant, made, tuple(reasons), make.__name__))
+    longest = options.pop("max_length", None)
+    branches = resolve_branches(segment_lengths, dilation_rates, longest, options.get("num_heads"))
+    refuse_unknown("create_block_sparse_attention", options, made.option_names(), ("preset", *given))
+    named = dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
+    module: nn.Module = Choice(
+        variant, {**named, "sparse_config": config, **options}, tuple(reasons), made
+    ).make()
+    return module
 
 
 def _choose_pattern(
@@ -191,10 +189,9 @@ def _choose_pattern(
     """The pattern of `create_block_sparse_attention`, and why."""
     if preset is not None:
         _one_word("preset", preset, PRESETS)
-    if given is not None and (changes or preset is not None):
-        others = [*changes, *(["preset"] if preset is not None else [])]
-        raise ValueError(f"sparse_config is the whole pattern, got {', '.join(others)} beside it")
     if given is not None:
+        if others := [*changes, *(["preset"] if preset is not None else [])]:
+            raise ValueError(f"sparse_config is the whole pattern, got {', '.join(others)} beside it")
         return given if isinstance(given, BlockPattern) else SparsePatternConfig.of(given), []
     if variant in _PATTERN_TYPES and preset is None:
         changes.setdefault("pattern_type", variant)
@@ -213,23 +210,22 @@ def choose_dilated_attention(
     **options: Any,
 ) -> Choice:
     """What `create_dilated_attention` would make of the same arguments, from lengths, device and memory."""
-    branches = (segment_lengths, dilation_rates, seq_len)
-    return _choose("create_dilated_attention", KINDS, kind, *branches, options, {})
+    return _choose(
+        "create_dilated_attention", KINDS, kind, (segment_lengths, dilation_rates, seq_len), options, {}
+    )
 
 
 def _choose(
     function: str,
-    kinds: Mapping[str, type[AttentionModule] | type[MultiheadDilatedAttention]],
+    kinds: Mapping[str, Any],
     kind: str,
-    segment_lengths: Sequence[int] | None,
-    dilation_rates: Sequence[int] | None,
-    seq_len: int | None,
-    options: Mapping[str, Any],
+    branches: tuple[Any, Any, int | None],
+    given: Mapping[str, Any],
     sizes: Mapping[str, Any],
 ) -> Choice:
     _one_word("kind", kind, ("auto", *kinds))
-    options, max_length = dict(options), options.get("max_length")
-    options.pop("max_length", None)
+    (segment_lengths, dilation_rates, seq_len), options = branches, dict(given)
+    max_length = options.pop("max_length", None)
     if seq_len is not None:
         check_positive_int("seq_len", seq_len)
         if max_length not in (None, seq_len):
@@ -239,35 +235,27 @@ def _choose(
     reach = min(max(spec.segment_lengths), seq_len or max(spec.segment_lengths))
     is_long = reach >= POOL_FROM
     length = f"segments reach over {reach} positions, {POOL_FROM} {'or more' if is_long else 'not reached'}"
-    proposals: list[tuple[str, Any, str]] = []
+    proposed: dict[str, tuple[Any, str]] = {}  # option -> value, reason
     if is_long and options.get("buffer_manager") is None:
-        proposals.append(("enable_memory_pool", True, length))
+        proposed["enable_memory_pool"] = True, length
     device = check_device(options.get("device")) or torch.get_default_device()
     memory = device_memory(device)
     if memory is not None and memory.available < LITTLE_MEMORY:
         little = f"{describe_bytes(memory.available)} available on {device}"
-        proposals.append(("workspace_bytes", max(2**20, memory.available // 256), little))
-        if options.get("enable_memory_pool", bool(proposals[:-1])):
-            proposals.append(("lightweight_pool", True, f"{little}, so that no results are kept"))
+        if options.get("enable_memory_pool", bool(proposed)):
+            proposed["lightweight_pool"] = True, f"{little}, so that no results are kept"
+        proposed["workspace_bytes"] = max(2**20, memory.available // 256), little
     reasons = [] if kind != "auto" else [f"kind: {length}"]
     if seq_len is not None and segment_lengths is None:
         reasons.append(f"segments: LongNet's rule, until one spans {seq_len} tokens")
-    reasons += [f"{name}: {'as asked' if name in options else why}" for name, _, why in proposals]
-    chosen = {name: value for name, value, _ in proposals}
-    branches = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
+    reasons += [f"{name}: {'as asked' if name in options else why}" for name, (_, why) in proposed.items()]
     kind = kind if kind != "auto" else "improved" if is_long else "standard"
     refuse_unknown(function, options, kinds[kind].option_names(), ("kind", "seq_len"))
-    made = {**sizes, **branches, **chosen, **options}
-    return Choice(kind, made, tuple(reasons), kinds[kind].__name__)
+    named = {"segment_lengths": spec.segment_lengths, "dilation_rates": spec.dilation_rates}
+    chosen = {name: value for name, (value, _) in proposed.items()}
+    return Choice(kind, {**sizes, **named, **chosen, **options}, tuple(reasons), kinds[kind])
 
 
 def _one_word(name: str, value: object, known: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _made(make: Callable[..., _Module], choice: Choice) -> _Module:
-    LOGGER.info("%s", choice)
-    module = make(**choice.options)
-    module.choice = choice  # type: ignore[assignment]
-    return module

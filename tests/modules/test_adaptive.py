@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,15 +17,22 @@ from dilated_attention_pytorch import (
     BlockSparseDilatedAttention,
     SparsePatternConfig,
 )
-from support.tolerances import assert_close
+from support.threads import in_threads
+from support.tolerances import assert_close, assert_same_gradients
 
+Adaptive = BlockSparseAdaptiveDilatedAttention
 SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "scorer_dim": 3}
+CONFIG = SparsePatternConfig("adaptive", 0.4, 16)
 
 
-def make(ratio: float = 0.4, block_size: int = 16, **options: Any) -> BlockSparseAdaptiveDilatedAttention:
+def make(ratio: float = 0.4, **options: Any) -> Adaptive:
     torch.manual_seed(5)
-    config = SparsePatternConfig("adaptive", ratio, block_size)
-    return BlockSparseAdaptiveDilatedAttention(sparse_config=config, **{**SIZES, **options}).double()
+    return Adaptive(sparse_config=SparsePatternConfig("adaptive", ratio, 16), **{**SIZES, **options}).double()
+
+
+def lazy(**options: Any) -> Adaptive:
+    """Whose sizes the first call sets."""
+    return Adaptive(sparse_config=CONFIG, **options)
 
 
 def tensors(n: int = 90, b: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,12 +51,10 @@ def means(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         last = min(first + size, n)
         rows.append(q[:, max(0, first - size + 1) : first + 1] if causal else q[:, first:last])
         columns.append(k[:, first : t + 1] if causal else k[:, first:last])
-    return tuple(torch.stack([x.mean(1) for x in parts], 2) for parts in (rows, columns))  # type: ignore[return-value]
+    return tuple(torch.stack([x.mean(1) for x in parts], 2) for parts in (rows, columns))
 
 
-def dense(
-    module: BlockSparseAdaptiveDilatedAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> Tensor:
+def dense(module: Adaptive, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """The docstring's formula with an n x n mask and n x n scores."""
     b, n, h, d = q.shape
     rows, columns = means(q, k, causal)
@@ -70,35 +74,8 @@ def test_equals_a_gated_dense_softmax(is_causal: bool) -> None:
     out, expected = module(q, k, v, is_causal), dense(module, q, k, v, is_causal)
     assert_close(out, expected, torch.float64)
     leaves = (q, k, v, module.query_scorer, module.key_scorer)
-    weight = torch.randn_like(out)
-    got = torch.autograd.grad((out * weight).sum(), leaves)
-    want = torch.autograd.grad((expected * weight).sum(), leaves)
-    for a, b in zip(got, want, strict=True):
-        assert a.abs().max() > 0
-        assert_close(a, b, torch.float64, "gradient")
-
-
-def test_scorer_gradient_agrees_with_finite_differences() -> None:
-    module, (q, k, v) = make().eval(), tensors()
-    weight = torch.randn(2, 90, 4, 8, dtype=torch.float64)
-
-    def loss() -> Tensor:
-        return (module(q, k, v) * weight).sum()
-
-    gradients = torch.autograd.grad(loss(), (module.query_scorer, module.key_scorer))
-    kept = module.choose(*module.features(q, k)).key
-    with torch.no_grad():
-        for scorer, gradient in zip((module.query_scorer, module.key_scorer), gradients, strict=True):
-            for index in range(0, scorer.numel(), 7):
-                values, step = scorer.view(-1), 1e-6
-                start, ends = values[index].item(), []
-                for sign in (1, -1):
-                    values[index] = start + sign * step
-                    assert module.choose(*module.features(q, k)).key == kept
-                    ends.append(loss().item())
-                values[index] = start
-                slope = (ends[0] - ends[1]) / (2 * step)
-                assert abs(slope - gradient.view(-1)[index].item()) < 1e-6 * max(1.0, abs(slope))
+    assert_same_gradients(out, expected, leaves, torch.float64)
+    assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(module(q, k, v).square().sum(), leaves))
 
 
 def test_learns_to_keep_the_far_block_that_matters() -> None:
@@ -107,7 +84,7 @@ def test_learns_to_keep_the_far_block_that_matters() -> None:
     b, n, h, d, size = 4, 512, 2, 16, 16
     blocks = n // size
     config = SparsePatternConfig("adaptive", 3 / blocks, size)
-    module = BlockSparseAdaptiveDilatedAttention(sparse_config=config, num_heads=h, head_dim=d, scorer_dim=8)
+    module = Adaptive(sparse_config=config, num_heads=h, head_dim=d, scorer_dim=8)
     mark, asks = (torch.nn.functional.normalize(torch.randn(h, d), dim=-1) for _ in range(2))
 
     def batch() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -143,11 +120,13 @@ def test_learns_to_keep_the_far_block_that_matters() -> None:
 
 def modules() -> list[BlockSparseDilatedAttention]:
     """Without and with a scorer of their own."""
-    config = SparsePatternConfig("adaptive", 0.4, 16)
-    return [BlockSparseDilatedAttention(sparse_config=config).eval(), make().eval()]
+    return [BlockSparseDilatedAttention(sparse_config=CONFIG).eval(), make().eval()]
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
+of_each = pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
+
+
+@of_each
 @pytest.mark.parametrize("position", [1, 15, 16, 17, 40, 89])
 def test_the_future_cannot_change_the_past(module: BlockSparseDilatedAttention, position: int) -> None:
     tensors_ = [x.detach() for x in tensors()]
@@ -159,7 +138,7 @@ def test_the_future_cannot_change_the_past(module: BlockSparseDilatedAttention, 
             assert torch.equal(module(*changed, True)[:, :position], out[:, :position])
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
+@of_each
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_a_mask_hides_does_not_matter(module: BlockSparseDilatedAttention, is_causal: bool) -> None:
     q, k, v = (x.detach() for x in tensors())
@@ -217,32 +196,29 @@ def test_noise_only_in_training_and_annealed_away() -> None:
 
 
 def test_sizes_from_the_first_call_and_saved_state() -> None:
-    config = SparsePatternConfig("adaptive", 0.4, 16)
-    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=config, scorer_dim=3)
+    first = lazy(scorer_dim=3)
     q, k, v = (x.detach().float() for x in tensors())
-    lazy(q, k, v)
-    assert lazy.query_scorer.shape == (4, 8, 3)
-    assert lazy.key_scorer.shape == (2, 8, 3)
-    lazy.anneal(0.25)
-    state = lazy.state_dict()
-    fresh = BlockSparseAdaptiveDilatedAttention(sparse_config=config, scorer_dim=3)
-    fresh.load_state_dict(state)
-    made = BlockSparseAdaptiveDilatedAttention(sparse_config=config, **SIZES)
-    made.load_state_dict(state)
-    for twin in (fresh, made, copy.deepcopy(lazy)):
-        assert torch.equal(twin.eval()(q, k, v), lazy.eval()(q, k, v))
+    first(q, k, v)
+    assert (first.query_scorer.shape, first.key_scorer.shape) == ((4, 8, 3), (2, 8, 3))
+    first.anneal(0.25)
+    twins = [lazy(scorer_dim=3), lazy(**SIZES)]
+    for twin in twins:
+        twin.load_state_dict(first.state_dict())
+    for twin in (*twins, copy.deepcopy(first)):
+        assert torch.equal(twin.eval()(q, k, v), first.eval()(q, k, v))
         assert twin.progress.item() == 0.25
     with pytest.raises(ValueError, match=r"made for \(4, 8\) heads and features, got \(3, 8\)"):
-        lazy(q[:, :, :3], k[:, :, :1], v[:, :, :1])
+        first(q[:, :, :3], k[:, :, :1], v[:, :, :1])
 
 
-def test_half_precision_and_autocast() -> None:
-    module, (q, k, v) = make().float().eval(), tensors()
-    expected = module(*(x.float() for x in (q, k, v)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = module(*(x.float() for x in (q, k, v)))
-    assert out.dtype == torch.bfloat16
-    assert (out.float() - expected).abs().max() < 0.1
+def test_autocast() -> None:
+    q, k, v = (x.detach().float() for x in tensors())
+    for module in (modules()[0], make().float().eval()):
+        expected = module(q, k, v)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(q, k, v)
+            assert module(q.bfloat16(), k, v).dtype == out.dtype == torch.bfloat16
+        assert (out.float() - expected).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.3, None, 1e-4, 0.0])
@@ -250,52 +226,43 @@ def test_half_precision_and_autocast() -> None:
 def test_half_precision_is_that_of_plain_attention(dtype: torch.dtype, scale: float | None) -> None:
     """The gate must not cost the scores their precision."""
     config = SparsePatternConfig("adaptive", 1.0, 16)
-    q, k, v = (x.detach().mul(2).to(dtype) for x in tensors())
+    low = [x.detach().mul(2).to(dtype) for x in tensors()]
     gated = make(1.0, softmax_scale=scale).eval()
     plain = BlockSparseDilatedAttention(sparse_config=config, softmax_scale=scale)
-    errors = [
-        (module(q, k, v).double() - module(q.double(), k.double(), v.double())).abs().max().item()
-        for module in (gated, plain)
-    ]
-    assert errors[0] < 4 * errors[1] + torch.finfo(dtype).eps
+    gated_error, plain_error = (
+        (module(*low).double() - module(*(x.double() for x in low))).abs().max() for module in (gated, plain)
+    )
+    assert gated_error < 4 * plain_error + torch.finfo(dtype).eps
 
 
 def test_first_call_in_inference_mode_or_in_error_spoils_nothing() -> None:
-    q, k, v = (x.detach().float() for x in tensors())
-    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=SparsePatternConfig("adaptive", 0.4, 16))
+    (q, k, v), module = (x.detach().float() for x in tensors()), lazy()
     with pytest.raises(ValueError, match="heads of q must be a multiple of those of k and v, got 3 and 2"):
-        lazy(q[:, :, :3], k, v)
+        module(q[:, :, :3], k, v)
     with torch.inference_mode():
-        lazy(q, k, v)
-    lazy(q, k, v).sum().backward()
-    assert lazy.query_scorer.grad is not None
+        module(q, k, v)
+    module(q, k, v).sum().backward()
+    assert module.query_scorer.grad is not None
 
 
 def test_first_call_from_several_threads() -> None:
     q, k, v = tensors()
     for _ in range(5):
-        lazy = BlockSparseAdaptiveDilatedAttention(
-            sparse_config=SparsePatternConfig("adaptive", 0.4, 16)
-        ).eval()
-        start = threading.Barrier(6)
+        module = lazy().eval()
 
-        def call(number: int, lazy: Any = lazy, start: Any = start) -> Tensor:
-            start.wait()
+        def call(number: int, module: Adaptive = module) -> Tensor:
             if number % 2:
-                lazy.features(q, k)
-            return lazy(q, k, v)
+                module.features(q, k)
+            return module(q, k, v)
 
-        with ThreadPoolExecutor(6) as pool:
-            outs = list(pool.map(call, range(6)))
-        for out in outs:
-            assert torch.equal(out, lazy(q, k, v))
-        assert lazy.query_scorer.data_ptr() != lazy.key_scorer.data_ptr()
+        for out in in_threads(call, 6):
+            assert torch.equal(out, module(q, k, v))
+        assert module.query_scorer.data_ptr() != module.key_scorer.data_ptr()
 
 
 def test_the_first_call_makes_weights_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one thread makes them, another waits, or else sees none."""
-    q, k, v = tensors()
-    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=SparsePatternConfig("adaptive", 0.4, 16)).eval()
+    (q, k, v), module = tensors(), lazy().eval()
     is_making, second = threading.Event(), []
     orthogonal = nn.init.orthogonal_
 
@@ -306,25 +273,23 @@ def test_the_first_call_makes_weights_as_a_whole(monkeypatch: pytest.MonkeyPatch
 
     def call() -> None:
         is_making.wait()
-        outs.append(lazy(q, k, v))
+        outs.append(module(q, k, v))
 
     outs: list[Tensor] = []
     second.append(threading.Thread(target=call))
     monkeypatch.setattr(nn.init, "orthogonal_", slow)
     second[0].start()
-    first = lazy(q, k, v)
+    first = module(q, k, v)
     second[0].join()
     assert torch.equal(first, outs[0])
 
 
 def test_made_in_half_precision_on_meta_or_as_declared() -> None:
-    config = SparsePatternConfig("adaptive", 0.4, 16)
     q, k, v = (x.detach().half() for x in tensors())
-    lazy = BlockSparseAdaptiveDilatedAttention(sparse_config=config, dtype=torch.float16)
-    assert lazy(q, k, v).dtype == torch.float16
-    assert lazy.query_scorer.dtype == torch.float16
+    half = lazy(dtype=torch.float16)
+    assert half(q, k, v).dtype == half.query_scorer.dtype == torch.float16
     with torch.device("meta"):
-        module = BlockSparseAdaptiveDilatedAttention(sparse_config=config, **SIZES)
+        module = lazy(**SIZES)
     module = module.to_empty(device="cpu")
     module.reset_parameters()
     assert module.progress.item() == 0.0
@@ -337,25 +302,26 @@ def test_empty_batch() -> None:
         assert module(q, k, v).shape == (0, 90, 4, 8)
 
 
-def test_autocast_of_mixed_dtypes() -> None:
-    q, k, v = (x.detach().float() for x in tensors())
-    for module in (modules()[0], make().float().eval()):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert module(q.bfloat16(), k, v).dtype == torch.bfloat16
-
-
-def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="given together, num_kv_heads only with them"):
-        BlockSparseAdaptiveDilatedAttention(num_kv_heads=2)
-    with pytest.raises(ValueError, match="sparse_config must be of type \"adaptive\", got 'random'"):
-        BlockSparseAdaptiveDilatedAttention(sparse_config={"pattern_type": "random"})
-    with pytest.raises(TypeError, match="makes its patterns itself, got a BlockPattern"):
-        BlockSparseAdaptiveDilatedAttention(sparse_config=BlockPattern.from_layout(torch.eye(2) > 0, 4, 2))
-    with pytest.raises(ValueError, match="num_heads and head_dim are given together"):
-        BlockSparseAdaptiveDilatedAttention(num_heads=4)
-    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got 3 and 4"):
-        BlockSparseAdaptiveDilatedAttention(num_heads=4, head_dim=8, num_kv_heads=3)
-    with pytest.raises(ValueError, match="scorer_dim must be a positive integer, got 0"):
-        BlockSparseAdaptiveDilatedAttention(scorer_dim=0)
-    with pytest.raises(ValueError, match=r"temperature must not be negative, got -1\.0"):
-        BlockSparseAdaptiveDilatedAttention(temperature=-1)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_kv_heads": 2}, ValueError, "given together, num_kv_heads only with them"),
+        ({"num_heads": 4}, ValueError, "num_heads and head_dim are given together"),
+        (
+            {"num_heads": 4, "head_dim": 8, "num_kv_heads": 3},
+            ValueError,
+            "num_kv_heads must divide num_heads, got 3 and 4",
+        ),
+        ({"sparse_config": {"pattern_type": "random"}}, ValueError, "of type \"adaptive\", got 'random'"),
+        (
+            {"sparse_config": BlockPattern.from_layout(torch.eye(2) > 0, 4, 2)},
+            TypeError,
+            "makes its patterns itself, got a BlockPattern",
+        ),
+        ({"scorer_dim": 0}, ValueError, "scorer_dim must be a positive integer, got 0"),
+        ({"temperature": -1}, ValueError, r"temperature must not be negative, got -1\.0"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Adaptive(**options)

@@ -36,7 +36,7 @@ def plain(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("m", "is_causal"), [(N, False), (N, True), (1, False), (M, False)])
 @pytest.mark.parametrize("h_kv", [4, 2, 1])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scale", [None, 0.3, -0.4, 0.0, 1e-30, -3.0])  # the CPU's op multiplies -inf by it
 def test_equals_the_plain_formula(
     masked: bool, m: int, is_causal: bool, h_kv: int, scale: float | None
 ) -> None:
@@ -55,20 +55,6 @@ def test_equals_the_plain_formula(
     assert_close(module.attention_weights(q, k, is_causal, mask), weights, DOUBLE)
     if masked:
         assert not out[0].any()
-
-
-@pytest.mark.parametrize("scale", [-0.4, 0.0, 1e-30, -3.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_any_scale_under_a_causal_mask(scale: float, masked: bool) -> None:
-    """The CPU's op multiplies its causal mask, -inf, by the scale."""
-    q, k, v = (torch.randn(B, N, h, D, dtype=DOUBLE, requires_grad=True) for h in (H, 2, 2))
-    mask = torch.arange(N) < torch.tensor([[N], [4], [1]]) if masked else None
-    module = DenseAttention(scale)
-    out = module(q, k, v, is_causal=True, attention_mask=mask)
-    expected, weights = plain(q, k, v, scale, True, mask)
-    assert_close(out, expected, DOUBLE)
-    assert_same_gradients(out, expected, [q, k, v], DOUBLE)
-    assert_close(module.attention_weights(q, k, True, mask), weights, DOUBLE)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -165,66 +151,70 @@ def test_autocast_and_half_precision() -> None:
     assert_close(out, copy.deepcopy(module).double()(x.double(), memory.double())[0], torch.bfloat16)
 
 
-X, Y = torch.randn(B, N, H * D), torch.randn(B, M, H * D)
+X, Y, ONES = torch.randn(B, N, H * D), torch.randn(B, M, H * D), torch.ones(N, M).bool()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"key": Y, "is_causal": True}, "is_causal needs as many keys as queries, got 11 and 7"),
-        (
-            {"key": Y, "attn_mask": torch.ones(N, M).bool()},
-            "attn_mask needs as many keys as queries, got 11 and 7",
-        ),
+        ({"is_causal": True}, "is_causal needs as many keys as queries, got 11 and 7"),
+        ({"attn_mask": ONES}, "attn_mask needs as many keys as queries, got 11 and 7"),
         ({"key": Y[:2]}, r"need one shape with the batch of query, got \(3, 7, 24\), \(2, 11, 24\)"),
-        ({"key": Y, "value": X}, "need one shape with the batch of query"),
+        ({"value": X}, "need one shape with the batch of query"),
         ({"key": Y[:, :0]}, "k must have at least one position, got none"),
-        (
-            {"key": Y, "key_padding_mask": torch.ones(B, N).bool()},
-            r"must be \(b, n\) = \(3, 11\), got \(3, 7\)",
-        ),
+        ({"key_padding_mask": ONES[:B, :N]}, r"must be \(b, n\) = \(3, 11\), got \(3, 7\)"),
     ],
 )
 def test_bad_calls_of_cross_attention(arguments: dict[str, Any], message: str) -> None:
     module = MultiheadModule(H * D, H, DenseAttention())
     with pytest.raises(ValueError, match=message):
-        module(X, **arguments)
+        module(X, **{"key": Y, **arguments})
     with pytest.raises(ValueError, match="attention_rows needs a dilated pattern, got a DenseAttention"):
         module.attention_rows(X, [0])
 
 
-def test_bad_arguments() -> None:
-    q = torch.randn(B, N, H, D)
-    module = DenseAttention()
-    for arguments, message in (
-        ((q[0], q, q), r"q must have 4 dimensions \(b, n, h, d\), got shape \(7, 4, 6\)"),
-        ((q, q, q[:, 1:]), r"k and v must have the shape \(b, n, h_kv, d\) with the b and d of q, got"),
-        ((q, q[1:], q[1:]), "with the b and d of q"),
-        ((q, q[..., 1:], q[..., 1:]), "with the b and d of q"),
-        ((q, q[:, :, 1:], q[:, :, 1:]), "the heads of q must be a multiple .* got 4 and 3"),
-        ((q, q[:, :, :0], q[:, :, :0]), "the heads of q must be a multiple .* got 4 and 0"),
-        ((q, q[:, 1:], q[:, 1:], False, torch.ones(B, N).bool()), r"\(b, n\) = \(3, 6\), got \(3, 7\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            module(*arguments)
-        if arguments[1] is arguments[2]:
-            with pytest.raises(ValueError, match=message):
-                module.attention_weights(*arguments[:2], *arguments[3:])
-    for arguments, message in (
-        ((q, q, [1]), "v must be a tensor, got list"),
-        ((q.long(), q, q), "q must be float16, bfloat16, float32 or float64, got torch.int64"),
-        ((q, q, q.double()), "q, k and v must have one dtype"),
-        ((q, q, q, 1), "is_causal must be a bool, got 1"),
-        ((q, q, q, False, torch.ones(B, N)), "key_mask must be a bool tensor, got torch.float32"),
-        ((q, q, q, False, [True]), "key_mask must be a bool tensor, got list"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            module(*arguments)
-    with pytest.raises(TypeError, match="softmax_scale must be a number, got 'a'"):
-        DenseAttention("a")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="softmax_scale must be finite, got nan"):
-        DenseAttention(math.nan)
-    with pytest.raises(ValueError, match=r"dropout must lie between 0 and 1, got 1\.5"):
-        DenseAttention(dropout=1.5)
-    with pytest.raises(ValueError, match="are one option"):
-        DenseAttention(attention_dropout=0.1, dropout=0.2)
+Q, SHAPE = (
+    torch.randn(B, N, H, D),
+    r"k and v must have the shape \(b, n, h_kv, d\) with the b and d of q, got",
+)
+HEADS = "the heads of q must be a multiple .* got 4 and"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Q[0], Q, Q), ValueError, r"q must have 4 dimensions \(b, n, h, d\), got shape \(7, 4, 6\)"),
+        ((Q, Q, Q[:, 1:]), ValueError, SHAPE),
+        ((Q, Q[1:], Q[1:]), ValueError, SHAPE),
+        ((Q, Q[..., 1:], Q[..., 1:]), ValueError, SHAPE),
+        ((Q, Q[:, :, 1:], Q[:, :, 1:]), ValueError, f"{HEADS} 3"),
+        ((Q, Q[:, :, :0], Q[:, :, :0]), ValueError, f"{HEADS} 0"),
+        ((Q, Q[:, 1:], Q[:, 1:], False, ONES[:B, :N]), ValueError, r"\(b, n\) = \(3, 6\), got \(3, 7\)"),
+        ((Q, Q, [1]), TypeError, "v must be a tensor, got list"),
+        ((Q.long(), Q, Q), TypeError, "q must be float16, bfloat16, float32 or float64, got torch.int64"),
+        ((Q, Q, Q.double()), TypeError, "q, k and v must have one dtype"),
+        ((Q, Q, Q, 1), TypeError, "is_causal must be a bool, got 1"),
+        ((Q, Q, Q, False, torch.ones(B, N)), TypeError, "key_mask must be a bool tensor, got torch.float32"),
+        ((Q, Q, Q, False, [True]), TypeError, "key_mask must be a bool tensor, got list"),
+    ],
+)
+def test_bad_arguments(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DenseAttention()(*arguments)
+    if arguments[1] is arguments[2]:
+        with pytest.raises(error, match=message):
+            DenseAttention().attention_weights(*arguments[:2], *arguments[3:])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number, got 'a'"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite, got nan"),
+        ({"dropout": 1.5}, ValueError, r"dropout must lie between 0 and 1, got 1\.5"),
+        ({"attention_dropout": 0.1, "dropout": 0.2}, ValueError, "are one option"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DenseAttention(**options)

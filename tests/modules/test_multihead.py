@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention, dilated_attention
 from dilated_attention_pytorch.modules.multihead import (
@@ -18,23 +18,48 @@ from dilated_attention_pytorch.modules.multihead import (
     MultiheadDilatedAttention,
     MultiheadModule,
 )
-from support.tolerances import assert_close
+from support.tolerances import assert_close, assert_same_gradients
 
 B, N, E, H = 3, 11, 12, 3
 SEGMENTS, RATES = (4, 11), (1, 3)
+DOUBLE = torch.float64
 CLASSES = [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention]
+Class = type[MultiheadDilatedAttention]
+State = dict[str, Tensor | None]
+of_each_class = pytest.mark.parametrize("cls", CLASSES)
+of_each_pair = pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
+with_and_without_bias = pytest.mark.parametrize("bias", [True, False])
 
 
-def make(cls: type[MultiheadDilatedAttention], **options: Any) -> MultiheadDilatedAttention:
+def make(cls: Class = MultiheadDilatedAttention, **options: Any) -> MultiheadDilatedAttention:
     """One full-length branch in float64, which is dense attention."""
-    defaults = {"segment_lengths": (N,), "dilation_rates": (1,), "dtype": torch.float64}
-    return cls(E, H, **{**defaults, **options})
+    return cls(E, H, **{"segment_lengths": (N,), "dilation_rates": (1,), "dtype": DOUBLE, **options})
 
 
-def randomise(module: nn.Module) -> None:
+def randomise(module: nn.Module) -> Any:
     """Random values everywhere, so that no bias of zero or norm weight of one hides a mistake."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.4)
+    return module
+
+
+def theirs(**options: Any) -> nn.MultiheadAttention:
+    return randomise(nn.MultiheadAttention(E, H, **{"batch_first": True, "dtype": DOUBLE, **options}))
+
+
+def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of nn.MultiheadAttention as they are with kdim or vdim."""
+    weights = zip("qkv", state["in_proj_weight"].chunk(3), strict=True)
+    others = {name: x for name, x in state.items() if name != "in_proj_weight"}
+    return {**others, **{f"{x}_proj_weight": weight for x, weight in weights}}
+
+
+def changed(state: dict[str, Tensor], change: State) -> dict[str, Any]:
+    return {name: x for name, x in {**state, **change}.items() if x is not None}
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (B, N, E)), dtype=DOUBLE)
 
 
 def padding() -> Tensor:
@@ -51,33 +76,27 @@ def causal_mask(dtype: torch.dtype = torch.bool) -> Tensor:
 def torch_gradients(module: MultiheadModule) -> dict[str, Tensor]:
     """The gradients of the projections under the names of `nn.MultiheadAttention`."""
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    named = {name: grads[name] for name in ("out_proj.weight", "out_proj.bias") if name in grads}
-    for kind in ("weight", "bias"):
-        parts = [f"{x}_proj.{kind}" for x in "qkv"]
-        if f"qkv_proj.{kind}" in grads:
-            named[f"in_proj_{kind}"] = grads[f"qkv_proj.{kind}"]
-        elif parts[0] in grads:
-            named[f"in_proj_{kind}"] = torch.cat([grads[part] for part in parts])
+    named = {name: x for name, x in grads.items() if name.startswith("out_proj")}
+    for kind in {name.split(".")[1] for name in grads}:
+        parts = ["qkv_proj"] if module.fused_qkv else ["q_proj", "k_proj", "v_proj"]
+        named[f"in_proj_{kind}"] = torch.cat([grads[f"{part}.{kind}"] for part in parts])
     return named
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@of_each_class
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "distinct inputs"])
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_equals_torch(
-    cls: type[MultiheadDilatedAttention], is_self: bool, masks: str, batch_first: bool, bias: bool
-) -> None:
-    expected = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, dtype=torch.float64)
-    randomise(expected)
+@with_and_without_bias
+def test_equals_torch(cls: Class, is_self: bool, masks: str, batch_first: bool, bias: bool) -> None:
+    expected = theirs(bias=bias, batch_first=batch_first)
     module = make(cls, layer_norm=False, bias=bias, batch_first=batch_first)
     module.load_multihead_state_dict(expected.state_dict())
     shape = (B, N, E) if batch_first else (N, B, E)
-    inputs = [torch.randn(shape, dtype=torch.float64) for _ in range(1 if is_self else 3)]
+    inputs = [tokens(*shape) for _ in range(1 if is_self else 3)]
     ignored = padding() if masks in ("padding", "both") else None
     causal = masks in ("causal", "both")
-    weight, results = torch.randn(shape, dtype=torch.float64), []
+    weight, results = tokens(*shape), []
     for each, options in (
         (module, {"is_causal": causal}),
         (expected, {"attn_mask": causal_mask() if causal else None, "need_weights": False}),
@@ -86,24 +105,21 @@ def test_equals_torch(
         out, weights = each(*(leaves * 3 if is_self else leaves), key_padding_mask=ignored, **options)
         assert weights is None
         (out * weight).sum().backward()
-        results.append((out, [leaf.grad for leaf in leaves]))
-    (out, grads), (torch_out, torch_grads) = results
-    assert_close(out, torch_out, torch.float64, "output")
-    for got, want in zip(grads, torch_grads, strict=True):
-        assert_close(got, want, torch.float64, "gradient of an input")
-    named = torch_gradients(module)
-    wanted = dict(expected.named_parameters())
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, DOUBLE, "output, or gradient of an input")
+    named, wanted = torch_gradients(module), dict(expected.named_parameters())
     assert named.keys() == wanted.keys()
     for name, parameter in wanted.items():
-        assert_close(named[name], parameter.grad, torch.float64, f"gradient of {name}")
+        assert_close(named[name], parameter.grad, DOUBLE, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_keys_default_to_query_and_values_to_keys(cls: type[MultiheadDilatedAttention]) -> None:
+@of_each_class
+def test_keys_default_to_query_and_values_to_keys(cls: Class) -> None:
     module = make(cls)
-    x, y = torch.randn(2, B, N, E, dtype=torch.float64)
-    assert_close(module(x)[0], module(x, x.clone(), x.clone())[0], torch.float64)
-    assert_close(module(x, y)[0], module(x, y, y)[0], torch.float64)
+    x, y = tokens(2, B, N, E)
+    assert_close(module(x)[0], module(x, x.clone(), x.clone())[0], DOUBLE)
+    assert_close(module(x, y)[0], module(x, y, y)[0], DOUBLE)
     assert not torch.allclose(module(x, y)[0], module(x)[0])
     assert not torch.allclose(module(x, y)[0], module(x, y, x)[0])
 
@@ -112,66 +128,57 @@ def test_fused_projection_runs_once_and_only_where_all_inputs_are_one() -> None:
     module = make(ImprovedMultiheadDilatedAttention)
     calls: list[nn.Module] = []
     module.qkv_proj.register_forward_hook(lambda layer, *_: calls.append(layer))
-    x, y = torch.randn(2, B, N, E, dtype=torch.float64)
+    x, y = tokens(2, B, N, E)
     for inputs in ((x, x, y), (x, y, y), (x, y, x)):
-        assert_close(module(*inputs)[0], module(*(each.clone() for each in inputs))[0], torch.float64)
+        assert_close(module(*inputs)[0], module(*(each.clone() for each in inputs))[0], DOUBLE)
     assert not calls
     module(x, x, x)
     module(x)
     assert calls == [module.qkv_proj] * 2
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@of_each_class
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_grouped_heads_and_norm_equal_a_dense_computation(
-    cls: type[MultiheadDilatedAttention], num_kv_heads: int
-) -> None:
-    embed_dim, heads, head_dim = 24, 4, 6
-    options = {"num_kv_heads": num_kv_heads, "layer_norm_eps": 0.01, "dtype": torch.float64}
-    module = cls(embed_dim, heads, (N,), (1,), **options)  # type: ignore[arg-type]
-    randomise(module)
-    state = module.state_dict()
-    if cls is ImprovedMultiheadDilatedAttention:
-        kv_dim = num_kv_heads * head_dim
-        parts = [state[f"qkv_proj.{kind}"].split([embed_dim, kv_dim, kv_dim]) for kind in ("weight", "bias")]
+def test_grouped_heads_and_norm_equal_a_dense_computation(cls: Class, num_kv_heads: int) -> None:
+    width, heads, d = 24, 4, 6
+    module = randomise(
+        cls(width, heads, (N,), (1,), num_kv_heads=num_kv_heads, layer_norm_eps=0.01, dtype=DOUBLE)
+    )
+    if module.fused_qkv:
+        sizes = [width, num_kv_heads * d, num_kv_heads * d]
+        parts = [module.qkv_proj.weight.split(sizes), module.qkv_proj.bias.split(sizes)]
     else:
-        parts = [[state[f"{x}_proj.{kind}"] for x in "qkv"] for kind in ("weight", "bias")]
-    inputs = torch.randn(3, B, N, embed_dim, dtype=torch.float64, requires_grad=True)
+        layers = (module.q_proj, module.k_proj, module.v_proj)
+        parts = [[layer.weight for layer in layers], [layer.bias for layer in layers]]
+    inputs = tokens(3, B, N, width).requires_grad_()
     for query, key, value in ((inputs[0],) * 3, tuple(inputs)):
         q, k, v = (
-            (x @ w.T + b).view(B, N, -1, head_dim).transpose(1, 2)
+            (x @ w.T + b).view(B, N, -1, d).transpose(1, 2)
             for x, w, b in zip((query, key, value), *parts, strict=True)
         )
         k, v = (x.repeat_interleave(heads // num_kv_heads, 1) for x in (k, v))
         mask = (~padding())[:, None, None, :] & ~causal_mask()
-        dense = scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, embed_dim)
-        dense = (dense - dense.mean(-1, keepdim=True)) / (
-            dense.var(-1, correction=0, keepdim=True) + 0.01
-        ).sqrt()
-        dense = dense * state["inner_attn_ln.weight"] + state["inner_attn_ln.bias"]
-        dense = dense @ state["out_proj.weight"].T + state["out_proj.bias"]
+        dense = scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, width)
+        norm, last = module.inner_attn_ln, module.out_proj
+        dense = layer_norm(dense, (width,), norm.weight, norm.bias, 0.01) @ last.weight.T + last.bias
         out, _ = module(query, key, value, key_padding_mask=padding(), is_causal=True)
-        assert_close(out, dense, torch.float64, "output")
-        weight = torch.randn_like(dense)
-        got, want = (torch.autograd.grad((x * weight).sum(), inputs)[0] for x in (out, dense))
-        assert_close(got, want, torch.float64, "gradient")
+        assert_close(out, dense, DOUBLE, "output")
+        assert_same_gradients(out, dense, [inputs], DOUBLE)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_pattern_is_that_of_the_function(cls: type[MultiheadDilatedAttention]) -> None:
+@of_each_class
+def test_the_pattern_is_that_of_the_function(cls: Class) -> None:
     options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "layer_norm": False}
-    module = make(cls, **options, head_offsets="blocked")
-    x = torch.randn(B, N, E, dtype=torch.float64)
+    module, x = make(cls, **options, head_offsets="blocked"), tokens()
     q, k, v = module._project(x, x, x)
     inner = dilated_attention(q, k, v, SEGMENTS, RATES, head_offsets="blocked", is_causal=True)
     assert torch.equal(module(x, is_causal=True)[0], module.out_proj(inner.flatten(2)))
     assert not torch.allclose(module(x)[0], make(cls, layer_norm=False)(x)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_float_masks_mean_what_they_mean_in_torch(dtype: torch.dtype) -> None:
-    module = make(MultiheadDilatedAttention)
-    x = torch.randn(B, N, E, dtype=torch.float64)
+    module, x = make(), tokens()
     ignored = torch.zeros(B, N, dtype=dtype).masked_fill(padding(), -math.inf)
     assert torch.equal(module(x, key_padding_mask=ignored)[0], module(x, key_padding_mask=padding())[0])
     causal = module(x, is_causal=True)[0]
@@ -182,78 +189,63 @@ def test_float_masks_mean_what_they_mean_in_torch(dtype: torch.dtype) -> None:
 
 
 def test_padding_over_all_keys_leaves_the_bias() -> None:
-    module = make(MultiheadDilatedAttention, layer_norm=False)
-    randomise(module)
-    x = torch.randn(B, N, E, dtype=torch.float64)
-    out, _ = module(x, key_padding_mask=torch.ones(B, N, dtype=torch.bool))
-    assert_close(out, module.out_proj.bias.expand(B, N, E), torch.float64)
+    module = randomise(make(layer_norm=False))
+    out, _ = module(tokens(), key_padding_mask=torch.ones(B, N, dtype=torch.bool))
+    assert_close(out, module.out_proj.bias.expand(B, N, E), DOUBLE)
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [8, 2])
-def test_initial_gains(is_fused: bool, num_kv_heads: int) -> None:
-    embed_dim, gamma = 256, 3.0
-    options = {"num_kv_heads": num_kv_heads, "fused_qkv": is_fused}
-    module = MultiheadModule(embed_dim, 8, DilatedAttention(), gamma_init=gamma, **options)  # type: ignore[arg-type]
+def test_initial_gains(fused_qkv: bool, num_kv_heads: int) -> None:
+    heads, gamma = {"num_kv_heads": num_kv_heads, "fused_qkv": fused_qkv}, 3.0
+    module = MultiheadModule(256, 8, DilatedAttention(), gamma_init=gamma, **heads)
     weights, biases = module._qkv_parameters()
     for weight, gain in zip((*weights, module.out_proj.weight), (1.0, 1.0, gamma, gamma), strict=True):
         std = gain * math.sqrt(2 / sum(weight.shape))
         assert weight.std().item() == pytest.approx(std, rel=0.03)
         assert abs(weight.mean().item()) < 0.03 * std
     assert not any(bias.any() for bias in (*biases, module.out_proj.bias))
-    assert module.inner_attn_ln is not None
-    assert torch.equal(module.inner_attn_ln.weight, torch.ones(embed_dim))
+    assert torch.equal(module.inner_attn_ln.weight, torch.ones(256))
 
 
 def test_fused_and_separate_start_alike() -> None:
-    modules = [make(cls, num_kv_heads=1, gamma_init=2.0) for cls in CLASSES]
+    modules, x = [make(cls, num_kv_heads=1, gamma_init=2.0) for cls in CLASSES], tokens()
     for module in modules:
         torch.manual_seed(5)
         module.reset_parameters()
-    x = torch.randn(B, N, E, dtype=torch.float64)
-    assert_close(modules[0](x)[0], modules[1](x)[0], torch.float64)
+    assert_close(modules[0](x)[0], modules[1](x)[0], DOUBLE)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_copies_pickles_and_state_dicts(cls: type[MultiheadDilatedAttention]) -> None:
-    module = make(cls, num_kv_heads=1, batch_first=False)
-    randomise(module)
-    x = torch.randn(N, B, E, dtype=torch.float64)
-    loaded = make(cls, num_kv_heads=1, batch_first=False)
+@of_each_class
+def test_copies_pickles_and_state_dicts(cls: Class) -> None:
+    module = randomise(make(cls, num_kv_heads=1, batch_first=False))
+    x, loaded = tokens(N, B, E), make(cls, num_kv_heads=1, batch_first=False)
     loaded.load_state_dict(module.state_dict())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
         assert torch.equal(twin(x)[0], module(x)[0])
     inputs = {"qkv_proj"} if cls is ImprovedMultiheadDilatedAttention else {"q_proj", "k_proj", "v_proj"}
-    names = {
-        f"{name}.{kind}" for name in (*inputs, "inner_attn_ln", "out_proj") for kind in ("weight", "bias")
-    }
-    assert module.state_dict().keys() == names
-    assert make(cls, bias=False, layer_norm=False).state_dict().keys() == {
-        f"{name}.weight" for name in (*inputs, "out_proj")
-    }
+    layers = (*inputs, "inner_attn_ln", "out_proj")
+    assert module.state_dict().keys() == {f"{x}.{kind}" for x in layers for kind in ("weight", "bias")}
+    bare = make(cls, bias=False, layer_norm=False).state_dict()
+    assert bare.keys() == {f"{name}.weight" for name in (*inputs, "out_proj")}
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@of_each_class
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_compiles_into_one_graph_once(cls: type[MultiheadDilatedAttention], mask: str) -> None:
+def test_compiles_into_one_graph_once(cls: Class, mask: str) -> None:
     torch._dynamo.reset()
-    module = cls(E, H, SEGMENTS, RATES, num_kv_heads=1)
-    randomise(module)
+    module = randomise(cls(E, H, SEGMENTS, RATES, num_kv_heads=1))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     ignored = padding() if mask == "bool" else torch.zeros(B, N).masked_fill(padding(), -math.inf)
     causal = None if mask == "bool" else causal_mask(torch.float32)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
-            x = torch.randn(B, N, E)
-            results = []
-            for each in (compiled, module):
-                leaf = x.clone().requires_grad_()
-                out, _ = each(leaf, key_padding_mask=ignored, attn_mask=causal)
-                module.zero_grad()
-                out.square().sum().backward()
-                results.append((out, leaf.grad, *(p.grad for p in module.parameters())))
-            for got, want in zip(*results, strict=True):
-                assert_close(got, want, torch.float32)
+            x = torch.randn(B, N, E, requires_grad=True)
+            got, want = (
+                each(x, key_padding_mask=ignored, attn_mask=causal)[0] for each in (compiled, module)
+            )
+            assert_close(got, want, torch.float32)
+            assert_same_gradients(got, want, [x, *module.parameters()], torch.float32)
     if mask == "float":
         with pytest.raises(RuntimeError, match="must hold only 0"):
             compiled(x, key_padding_mask=torch.ones(B, N), attn_mask=causal)
@@ -270,9 +262,9 @@ def test_compiled_fused_module_tells_distinct_inputs_apart() -> None:
         assert_close(compiled(*inputs)[0], module(*inputs)[0], torch.float32)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@of_each_class
 @pytest.mark.parametrize("is_self", [True, False])
-def test_autocast(cls: type[MultiheadDilatedAttention], is_self: bool) -> None:
+def test_autocast(cls: Class, is_self: bool) -> None:
     module = cls(E, H, SEGMENTS, RATES, dtype=torch.float32)
     x, y = torch.randn(2, B, N, E, requires_grad=True)
     inputs = (x, x, x) if is_self else (x, y, y)
@@ -288,18 +280,17 @@ def test_autocast(cls: type[MultiheadDilatedAttention], is_self: bool) -> None:
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_serves_in_the_encoder_of_torch(is_training: bool) -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
-    randomise(layer)
+    layer = randomise(nn.TransformerEncoderLayer(E, H, 8, dropout=0.0, batch_first=True, dtype=DOUBLE))
     twin = copy.deepcopy(layer)
-    twin.self_attn = make(MultiheadDilatedAttention, layer_norm=False)  # type: ignore[assignment]
+    twin.self_attn = make(layer_norm=False)
     twin.self_attn.load_multihead_state_dict(layer.self_attn.state_dict())
-    x, results = torch.randn(B, N, E, dtype=torch.float64), []
+    x, results = tokens(), []
     for each in (twin, layer):
         encoder = nn.TransformerEncoder(each, 2, enable_nested_tensor=each is twin).train(is_training)
         with torch.no_grad():
             out = encoder(x, mask=causal_mask(), src_key_padding_mask=padding(), is_causal=True)
         results.append(out)
-    assert_close(*results, torch.float64)
+    assert_close(*results, DOUBLE)
 
 
 class Weighing(DilatedAttention):
@@ -321,8 +312,7 @@ def test_weights_come_from_the_attention(batch_first: bool) -> None:
     x = torch.randn((B, N, E) if batch_first else (N, B, E))
     out, weights = module(x, key_padding_mask=padding(), need_weights=True, attn_mask=causal_mask())
     assert out.shape == x.shape
-    expected = torch.ones(B, N, N).tril() * ~padding()[:, None, :]
-    assert torch.equal(weights, expected)
+    assert torch.equal(weights, torch.ones(B, N, N).tril() * ~padding()[:, None, :])
     assert torch.equal(out, module(x, key_padding_mask=padding(), is_causal=True)[0])
     assert module(x)[1] is None
 
@@ -332,24 +322,8 @@ def test_without_weights_to_give_need_weights_raises() -> None:
         def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
             return query
 
-    module = MultiheadModule(E, H, Silent())
     with pytest.raises(ValueError, match="need_weights needs attention_weights, got a Silent"):
-        module(torch.randn(B, N, E), need_weights=True)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_loads_separate_projections(cls: type[MultiheadDilatedAttention]) -> None:
-    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
-    randomise(theirs)
-    joint, separate = make(cls), make(cls)
-    separate.load_state_dict(joint.state_dict())
-    state = theirs.state_dict()
-    joint.load_multihead_state_dict(state)
-    weights = zip("qkv", state.pop("in_proj_weight").chunk(3), strict=True)
-    separate.load_multihead_state_dict({**state, **{f"{x}_proj_weight": w for x, w in weights}})
-    for name, value in joint.state_dict().items():
-        assert torch.equal(separate.state_dict()[name], value)
-    assert torch.equal(joint.out_proj.weight, theirs.out_proj.weight)
+        MultiheadModule(E, H, Silent())(X, need_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -366,36 +340,40 @@ def test_loads_separate_projections(cls: type[MultiheadDilatedAttention]) -> Non
         ),
     ],
 )
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_state_that_does_not_fit_changes_nothing(
-    cls: type[MultiheadDilatedAttention], change: dict[str, Tensor | None], message: str
-) -> None:
+@of_each_class
+def test_a_state_that_does_not_fit_changes_nothing(cls: Class, change: State, message: str) -> None:
     module = make(cls)
     before = copy.deepcopy(module.state_dict())
-    state = {**nn.MultiheadAttention(E, H).state_dict(), **change}
     with pytest.raises(ValueError, match=message):
-        module.load_multihead_state_dict({name: x for name, x in state.items() if x is not None})
+        module.load_multihead_state_dict(changed(theirs().state_dict(), change))
     assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_module_without_memory_takes_no_weights(cls: type[MultiheadDilatedAttention]) -> None:
-    with pytest.raises(ValueError, match="in_proj_weight must have memory to be copied to, got the meta dev"):
-        make(cls, device="meta").load_multihead_state_dict(nn.MultiheadAttention(E, H).state_dict())
-    with pytest.raises(ValueError, match=r"out_proj\.bias must have values, got a tensor on the meta device"):
-        make(cls).load_multihead_state_dict(nn.MultiheadAttention(E, H, device="meta").state_dict())
+THEIRS = theirs().state_dict()
 
 
-def test_states_that_no_multihead_attention_has() -> None:
-    theirs = nn.MultiheadAttention(E, H)
-    with pytest.raises(ValueError, match=r"in_proj_bias is unexpected; out_proj\.bias is unexpected"):
-        make(MultiheadDilatedAttention, bias=False).load_multihead_state_dict(theirs.state_dict())
-    with pytest.raises(TypeError, match="state must be a state dict of tensors, got MultiheadAttention"):
-        make(MultiheadDilatedAttention).load_multihead_state_dict(theirs)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="state must be a state dict of tensors, got dict"):
-        make(MultiheadDilatedAttention).load_multihead_state_dict({"in_proj_weight": 1})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="as many key as query heads, got num_kv_heads=1 and num_heads=3"):
-        make(MultiheadDilatedAttention, num_kv_heads=1).load_multihead_state_dict(theirs.state_dict())
+@pytest.mark.parametrize(
+    ("options", "state", "error", "message"),
+    [
+        (
+            {"device": "meta"},
+            THEIRS,
+            ValueError,
+            "in_proj_weight must have memory to be copied to, got the meta",
+        ),
+        ({}, theirs(device="meta").state_dict(), ValueError, r"out_proj\.bias must have values, got a"),
+        ({"bias": False}, THEIRS, ValueError, r"in_proj_bias is unexpected; out_proj\.bias is unexpected"),
+        ({}, theirs(), TypeError, "state must be a state dict of tensors, got MultiheadAttention"),
+        ({}, {"in_proj_weight": 1}, TypeError, "state must be a state dict of tensors, got dict"),
+        ({"num_kv_heads": 1}, THEIRS, ValueError, "as many key as query heads, got num_kv_heads=1 and"),
+    ],
+)
+@of_each_class
+def test_states_that_no_module_can_take(
+    cls: Class, options: dict[str, Any], state: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(cls, **options).load_multihead_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +385,7 @@ def test_states_that_no_multihead_attention_has() -> None:
         ({"layer_norm_eps": "a"}, TypeError, "layer_norm_eps must be a number, got 'a'"),
         ({"gamma_init": math.nan}, ValueError, "gamma_init must be positive and finite, got nan"),
         ({"attention": len}, TypeError, "attention must be an nn.Module, got <built-in function len>"),
+        ({"positions": "rotary"}, TypeError, "positions must be an nn.Module or None, got 'rotary'"),
         ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype, got torch.int64"),
     ],
 )
@@ -416,84 +395,43 @@ def test_bad_settings_raise(options: dict[str, Any], error: type[Exception], mes
 
 
 X = torch.zeros(B, N, E)
+DENSE, PADDING = "query must be a dense floating-point tensor, got", "key_padding_mask must be"
+NESTED = torch.nested.nested_tensor([torch.zeros(N, E)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"query": 1}, TypeError, "query must be a tensor, got int"),
-        (
-            {"query": X[0]},
-            ValueError,
-            r"query must have the shape \(b, n, embed_dim\) with embed_dim 12, got",
-        ),
-        (
-            {"query": X.long()},
-            TypeError,
-            "query must be a dense floating-point tensor, got .* of torch.int64",
-        ),
-        (
-            {"query": X.to_sparse()},
-            TypeError,
-            "query must be a dense floating-point tensor, got torch.sparse_coo",
-        ),
-        (
-            {"query": X.double()},
-            TypeError,
-            "query must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            {"query": X, "key": X.bfloat16()},
-            TypeError,
-            "key must have the dtype of the weights, .* torch.bfloat16",
-        ),
+        ({"query": X[0]}, ValueError, r"query must have the shape \(b, n, embed_dim\) with embed_dim 12"),
+        ({"query": X.long()}, TypeError, f"{DENSE} .* of torch.int64"),
+        ({"query": X.to_sparse()}, TypeError, f"{DENSE} torch.sparse_coo"),
+        ({"query": NESTED}, TypeError, f"{DENSE} a nested one"),
+        ({"query": X.double()}, TypeError, "query must have the dtype of the weights, .* torch.float64"),
+        ({"key": X.bfloat16()}, TypeError, "key must have the dtype of the weights, .* torch.bfloat16"),
         ({"query": X.to("meta")}, ValueError, "query must be on the device of the weights, cpu, got meta"),
-        (
-            {"query": X, "key": X[:, 1:]},
-            ValueError,
-            r"need one shape .* \(3, 11, 12\), \(3, 10, 12\) and \(3, 10",
-        ),
-        ({"query": X, "key": X, "value": X[1:]}, ValueError, r"need one shape .* and \(2, 11, 12\)"),
+        ({"key": X[:, 1:]}, ValueError, r"need one shape .* \(3, 11, 12\), \(3, 10, 12\) and \(3, 10"),
+        ({"key": X, "value": X[1:]}, ValueError, r"need one shape .* and \(2, 11, 12\)"),
         ({"query": X[:, :0]}, ValueError, "at least one position"),
-        ({"query": X, "key_padding_mask": [True]}, TypeError, "must be a bool or float tensor, got list"),
-        (
-            {"query": X, "key_padding_mask": padding().int()},
-            TypeError,
-            "key_padding_mask must be a bool or float tensor, got torch.int32",
-        ),
-        (
-            {"query": X, "key_padding_mask": padding().T},
-            ValueError,
-            r"key_padding_mask must be \(b, n\) = \(3, 11\), got \(11, 3\)",
-        ),
-        (
-            {"query": X, "key_padding_mask": padding().to("meta")},
-            ValueError,
-            "key_padding_mask must be on the device of query, cpu, got meta",
-        ),
-        (
-            {"query": X, "key_padding_mask": padding().float()},
-            ValueError,
-            "must hold only 0 .* got other values",
-        ),
-        ({"query": X, "attn_mask": "causal"}, TypeError, "attn_mask must be None or the square .* got str"),
-        ({"query": X, "attn_mask": causal_mask().int()}, TypeError, "attn_mask must be .* got torch.int32"),
-        ({"query": X, "attn_mask": causal_mask()[1:]}, ValueError, r"got the shape \(10, 11\) for n = 11"),
-        ({"query": X, "attn_mask": ~causal_mask()}, ValueError, "the pattern decides .* got another mask"),
-        ({"query": X, "attn_mask": torch.zeros(N, N)}, ValueError, "the pattern decides .* got another mask"),
-        (
-            {"query": X, "attn_mask": causal_mask().float()},
-            ValueError,
-            "the pattern decides .* got another mask",
-        ),
+        ({"key_padding_mask": [True]}, TypeError, f"{PADDING} a bool or float tensor, got list"),
+        ({"key_padding_mask": padding().int()}, TypeError, f"{PADDING} .* got torch.int32"),
+        ({"key_padding_mask": padding().T}, ValueError, rf"{PADDING} \(b, n\) = \(3, 11\), got \(11, 3\)"),
+        ({"key_padding_mask": padding().to("meta")}, ValueError, f"{PADDING} on the device of query, cpu"),
+        ({"key_padding_mask": padding().float()}, ValueError, "must hold only 0 .* got other values"),
+        ({"attn_mask": "causal"}, TypeError, "attn_mask must be a bool or float tensor, got str"),
+        ({"attn_mask": causal_mask().int()}, TypeError, "attn_mask must be .* got torch.int32"),
+        ({"attn_mask": causal_mask()[1:]}, ValueError, r"attn_mask must be \(n, n\) = \(11, 11\), got \(10"),
+        ({"attn_mask": ~causal_mask()}, ValueError, "the pattern decides .* got another mask"),
+        ({"attn_mask": torch.zeros(N, N)}, ValueError, "the pattern decides .* got another mask"),
+        ({"attn_mask": causal_mask().float()}, ValueError, "the pattern decides .* got another mask"),
     ],
 )
-@pytest.mark.parametrize("cls", CLASSES)
+@of_each_class
 def test_bad_input_raises(
-    cls: type[MultiheadDilatedAttention], arguments: dict[str, Any], error: type[Exception], message: str
+    cls: Class, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        cls(E, H, SEGMENTS, RATES)(**arguments)
+        cls(E, H, SEGMENTS, RATES)(**{"query": X, **arguments})
 
 
 def test_a_bad_layout_names_the_layout_in_force() -> None:
@@ -502,34 +440,30 @@ def test_a_bad_layout_names_the_layout_in_force() -> None:
         module(torch.zeros(N, E))
     with pytest.raises(ValueError, match=r"key_padding_mask must be \(b, n\) = \(3, 11\), got \(11, 3\)"):
         module(torch.zeros(N, B, E), key_padding_mask=padding().T)
-    with pytest.raises(TypeError, match="must be a dense floating-point tensor, got a nested one"):
-        module(torch.nested.nested_tensor([torch.zeros(N, E)], layout=torch.jagged))
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_options_reach_the_attention(cls: type[MultiheadDilatedAttention]) -> None:
-    module = cls(E, H, SEGMENTS, RATES, tail="phantom", kernel="eager", dtype=torch.float64, device="cpu")
+@of_each_class
+def test_options_reach_the_attention(cls: Class) -> None:
+    module = cls(E, H, SEGMENTS, RATES, tail="phantom", kernel="eager", dtype=DOUBLE, device="cpu")
     kind = ImprovedDilatedAttention if cls is ImprovedMultiheadDilatedAttention else DilatedAttention
     assert type(module.attention) is kind
-    assert module.attention.spec.tail == "phantom"
-    assert module.attention.kernel == "eager"
+    assert (module.attention.spec.tail, module.attention.kernel) == ("phantom", "eager")
     assert module.float()(X)[0].dtype == torch.float32  # the declaration of dtype is that of the parameters
     for options in ({"colour": 1}, {"fused_qkv": True}):
         with pytest.raises(TypeError, match=next(iter(options))):
             cls(E, H, SEGMENTS, RATES, **options)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_both_names_of_dropout(cls: type[MultiheadDilatedAttention]) -> None:
+@of_each_class
+def test_both_names_of_dropout(cls: Class) -> None:
     for options in (
         {"dropout": 0.4},
         {"attention_dropout": 0.4},
         {"dropout": 0.4, "attention_dropout": 0.4},
         {"dropout": None, "attention_dropout": 0.4},
     ):
-        module = cls(E, H, SEGMENTS, RATES, **options)  # type: ignore[arg-type]
+        module, x = cls(E, H, SEGMENTS, RATES, **options), torch.randn(B, N, E)
         assert module.attention.spec.dropout_p == 0.4
-        x = torch.randn(B, N, E)
         assert not torch.equal(module(x)[0], module(x)[0])
         assert torch.equal(module.eval()(x)[0], module(x)[0])
     assert cls(E, H, SEGMENTS, RATES, dropout=None).attention.spec.dropout_p == 0.0
@@ -537,69 +471,53 @@ def test_both_names_of_dropout(cls: type[MultiheadDilatedAttention]) -> None:
         cls(E, H, SEGMENTS, RATES, dropout=0.1, attention_dropout=0.2)
 
 
-def test_prints_itself() -> None:
-    text = repr(MultiheadDilatedAttention(E, H, SEGMENTS, RATES, num_kv_heads=1, batch_first=False))
-    assert "embed_dim=12, num_heads=3, num_kv_heads=1, gamma_init=1.0, batch_first=False" in text
-    assert "(attention): DilatedAttention(segment_lengths=(4, 11), dilation_rates=(1, 3))" in text
-
-
-def test_an_empty_batch_gives_an_empty_output() -> None:
-    assert MultiheadDilatedAttention(E, H, SEGMENTS, RATES)(X[:0])[0].shape == (0, N, E)
+def test_prints_itself_and_takes_an_empty_batch() -> None:
+    module = MultiheadDilatedAttention(E, H, SEGMENTS, RATES, num_kv_heads=1)
+    assert "embed_dim=12, num_heads=3, num_kv_heads=1, gamma_init=1.0, batch_first=True" in repr(module)
+    shown = "(attention): DilatedAttention(segment_lengths=(4, 11), dilation_rates=(1, 3))"
+    assert shown in repr(module)
+    assert module(X[:0])[0].shape == (0, N, E)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 1])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
+@with_and_without_bias
+@of_each_pair
 def test_weights_of_one_kind_load_into_another(
-    one: type[MultiheadDilatedAttention],
-    other: type[MultiheadDilatedAttention],
-    bias: bool,
-    num_kv_heads: int | None,
+    one: Class, other: Class, bias: bool, num_kv_heads: int | None
 ) -> None:
     """Fused projections and separate ones are the same weights; inside models too, by their prefixes."""
     options: dict[str, Any] = {"bias": bias, "num_kv_heads": num_kv_heads}
-    source = nn.ModuleDict({"layer": make(one, **options)})
-    target = nn.ModuleDict({"layer": make(other, **options)})
-    randomise(source)
-    state = source.state_dict()
+    source, target = (nn.ModuleDict({"layer": make(cls, **options)}) for cls in (one, other))
+    state, x = randomise(source).state_dict(), tokens()
     names = list(state)
     target.load_state_dict(state)
     assert list(state) == names  # the caller's dict is as it was
-    x = torch.randn(B, N, E, dtype=torch.float64)
     torch.testing.assert_close(source["layer"](x)[0], target["layer"](x)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("separate", [True, False])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_load_state_dict_takes_torchs_names(
-    cls: type[MultiheadDilatedAttention], separate: bool, bias: bool
-) -> None:
-    theirs = nn.MultiheadAttention(E, H, bias=bias, batch_first=True, dtype=torch.float64)
-    randomise(theirs)
-    state = theirs.state_dict()
-    if separate:  # as with kdim or vdim
-        weights = zip("qkv", state.pop("in_proj_weight").chunk(3), strict=True)
-        state.update({f"{x}_proj_weight": weight for x, weight in weights})
+@with_and_without_bias
+@pytest.mark.parametrize("are_separate", [True, False])
+@of_each_class
+def test_torchs_weights_load_by_every_way(cls: Class, are_separate: bool, bias: bool) -> None:
+    """`load_multihead_state_dict`, `load_state_dict`, and as part of a model."""
+    expected, x = theirs(bias=bias), tokens()
+    state = separate(expected.state_dict()) if are_separate else expected.state_dict()
     names = list(state)
-    ours, model = (make(cls, layer_norm=False, bias=bias) for _ in range(2))
+    by_name, ours, part = (make(cls, layer_norm=False, bias=bias) for _ in range(3))
+    by_name.load_multihead_state_dict(state)
     ours.load_state_dict(state)
-    nn.ModuleDict({"layer": model}).load_state_dict({f"layer.{name}": x for name, x in state.items()})
+    nn.ModuleDict({"layer": part}).load_state_dict({f"layer.{name}": x for name, x in state.items()})
     assert list(state) == names  # the caller's dict is as it was
-    expected = make(cls, layer_norm=False, bias=bias)
-    expected.load_multihead_state_dict(theirs.state_dict())
-    for module in (ours, model):
-        assert all(torch.equal(x, expected.state_dict()[name]) for name, x in module.state_dict().items())
+    assert_close(by_name(x)[0], expected(x, x, x)[0], DOUBLE)
+    assert torch.equal(by_name.out_proj.weight, expected.out_proj.weight)
+    for module in (ours, part):
+        assert all(torch.equal(by_name.state_dict()[name], x) for name, x in module.state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        (
-            {"layer_norm": True},
-            {},
-            r"Missing key\(s\) in state_dict: .inner_attn_ln\.weight., .",
-        ),
+        ({"layer_norm": True}, {}, r"Missing key\(s\) in state_dict: .inner_attn_ln\.weight., ."),
         ({}, {"bias_k": torch.ones(1)}, r"Unexpected key\(s\) in state_dict: .bias_k."),
         ({}, {"in_proj_weight": torch.ones(E, E)}, "Unexpected key.*in_proj_weight"),
         ({}, {"in_proj_weight": torch.ones(())}, "Unexpected key.*in_proj_weight"),
@@ -610,19 +528,14 @@ def test_load_state_dict_takes_torchs_names(
         ({"num_kv_heads": 1}, {}, "Unexpected key.*in_proj_weight"),
     ],
 )
-@pytest.mark.parametrize("cls", CLASSES)
-def test_torchs_names_are_as_strict(
-    cls: type[MultiheadDilatedAttention], options: Any, change: dict[str, Tensor | None], message: str
-) -> None:
-    state = {**nn.MultiheadAttention(E, H, dtype=torch.float64).state_dict(), **change}
+@of_each_class
+def test_torchs_names_are_as_strict(cls: Class, options: Any, change: State, message: str) -> None:
     module = make(cls, **{"layer_norm": False, **options})
     with pytest.raises(RuntimeError, match=message):
-        module.load_state_dict({name: x for name, x in state.items() if x is not None})
+        module.load_state_dict(changed(theirs().state_dict(), change))
 
 
-@pytest.mark.parametrize(("one", "other"), [CLASSES, CLASSES[::-1]])
-def test_weights_of_another_kind_must_fit(
-    one: type[MultiheadDilatedAttention], other: type[MultiheadDilatedAttention]
-) -> None:
+@of_each_pair
+def test_weights_of_another_kind_must_fit(one: Class, other: Class) -> None:
     with pytest.raises(RuntimeError, match=r"qkv_proj\.weight"):
         make(other).load_state_dict(make(one, num_kv_heads=1).state_dict())

@@ -16,7 +16,6 @@ from dilated_attention_pytorch.modules.multihead import (
     BlockSparseMultiheadDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    MultiheadModule,
     RingMultiheadDilatedAttention,
 )
 from support.tolerances import assert_close, assert_same_gradients
@@ -116,13 +115,11 @@ def test_a_cache_has_the_settings_of_its_module() -> None:
     assert isinstance(cache, DilatedKVCache)
     assert (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim) == (3, 4, 2, 6)
     assert (cache.spec.scale, cache.spec.head_mixing, cache.dtype) == (0.3, "grouped", torch.float32)
-    with (
-        torch.no_grad(),
-        pytest.raises(TypeError, match=r"this cache holds torch.float32, got torch.float64"),
-    ):
-        module(tokens(3), is_causal=True, cache=cache)
-    with torch.no_grad():  # phantom keys lie after every query
-        x = tokens(3)
+    x = tokens(3)
+    with torch.no_grad():
+        with pytest.raises(TypeError, match=r"this cache holds torch.float32, got torch.float64"):
+            module(x, is_causal=True, cache=cache)
+        # Phantom keys lie after every query.
         cached, _ = module(x, is_causal=True, cache=module.make_cache(3))
         assert_close(cached, module(x, is_causal=True)[0], DOUBLE)
 
@@ -137,34 +134,23 @@ def test_autocast_decides_the_dtype_of_a_cache() -> None:
     assert_close(out, copy.deepcopy(module).double()(x.double(), is_causal=True)[0], torch.bfloat16)
 
 
+PAST = "a cache holds the past of causal attention, got is_causal=False"
+LONGER, BLOCKED = make(segment_lengths=(6, 17)), make(head_offsets="blocked")
+HIDDEN, FUTURE = torch.zeros(B, N, dtype=torch.bool), torch.ones(N, N, dtype=torch.bool).triu(1)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"is_causal": False}, ValueError, "a cache holds the past of causal attention, got is_causal=False"),
-        (
-            {"key_padding_mask": torch.zeros(B, N, dtype=torch.bool)},
-            ValueError,
-            "key_padding_mask does not go with a cache",
-        ),
-        (
-            {"attn_mask": torch.ones(N, N, dtype=torch.bool).triu(1)},
-            ValueError,
-            "attn_mask does not go with a",
-        ),
+        ({"is_causal": False}, ValueError, PAST),
+        ({"key_padding_mask": HIDDEN}, ValueError, "key_padding_mask does not go with a cache"),
+        ({"attn_mask": FUTURE}, ValueError, "attn_mask does not go with a cache"),
         ({"need_weights": True}, ValueError, "need_weights needs all keys, which a cache does not keep"),
         ({"cache": {}}, TypeError, "cache must be a DilatedKVCache, got dict"),
         ({"lengths": [1, N + 1]}, ValueError, "lengths"),
         ({"query": tokens(3)}, ValueError, "cache and query must have as many rows, got 2 and 3"),
-        (
-            {"cache": make(segment_lengths=(6, 17)).make_cache(B)},
-            ValueError,
-            r"its segment_lengths is \(6, 17\), not",
-        ),
-        (
-            {"cache": make(head_offsets="blocked").make_cache(B)},
-            ValueError,
-            "its head_offsets is blocked, not inter",
-        ),
+        ({"cache": LONGER.make_cache(B)}, ValueError, r"its segment_lengths is \(6, 17\), not"),
+        ({"cache": BLOCKED.make_cache(B)}, ValueError, "its head_offsets is blocked, not inter"),
         ({"cache": None, "lengths": [1, 2]}, ValueError, "lengths are for a cache, got none"),
     ],
 )
@@ -193,9 +179,7 @@ def test_a_cache_has_no_gradients_and_no_dropout() -> None:
 def test_other_attention_has_no_cache_and_no_rows() -> None:
     config = {"pattern_type": "local_window", "block_size": 4}
     module = make(BlockSparseMultiheadDilatedAttention, sparse_config=config)
-    with pytest.raises(
-        ValueError, match=r"a cache needs dilated attention, .* got a BlockSparseDilatedAttention"
-    ):
+    with pytest.raises(ValueError, match=r"a cache needs dilated .* got a BlockSparseDilatedAttention"):
         module.make_cache(2)
     with pytest.raises(ValueError, match="a cache needs dilated attention"), torch.no_grad():
         module(tokens(), is_causal=True, cache=make().make_cache(B))
@@ -246,9 +230,3 @@ def test_rows_of_tensors_with_time_first_and_bad_rows() -> None:
         module.attention_rows([x], [0])
     with pytest.raises(TypeError, match="is_causal must be a bool, got 1"):
         module.attention_rows(x, [0], is_causal=1)
-
-
-def test_a_position_encoding_is_a_module() -> None:
-    module = make()
-    with pytest.raises(TypeError, match=r"positions must be an nn.Module or None, got 'rotary'"):
-        MultiheadModule(E, H, module.attention, positions="rotary")  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    MultiheadModule,
     RingMultiheadDilatedAttention,
 )
-from .multihead_module import MultiheadModule
 from .positions import RotaryEmbedding, XPos
 from .production import RingAttentionConfig, RingDilatedAttentionProduction
 from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3

@@ -48,6 +48,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
 
     query_scorer: Tensor
     key_scorer: Tensor
+    progress: Tensor
     cls_to_become = None
 
     def __init__(
@@ -66,10 +67,8 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
     ) -> None:
         if isinstance(sparse_config, BlockPattern):
             raise TypeError("an adaptive module makes its patterns itself, got a BlockPattern")
-        config = (
-            SparsePatternConfig("adaptive")
-            if sparse_config is None
-            else SparsePatternConfig.of(sparse_config)
+        config = SparsePatternConfig.of(
+            {"pattern_type": "adaptive"} if sparse_config is None else sparse_config
         )
         if config.pattern_type != "adaptive":
             raise ValueError(f'sparse_config must be of type "adaptive", got {config.pattern_type!r}')
@@ -82,24 +81,24 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
             raise ValueError("num_heads and head_dim are given together, num_kv_heads only with them")
         if num_heads is not None and num_heads % (num_kv_heads or num_heads):
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        for name, value in {"temperature": temperature, "final_temperature": final_temperature}.items():
+            if finite_float(name, value) < 0.0:
+                raise ValueError(f"{name} must not be negative, got {float(value)}")
         self.scorer_dim = scorer_dim
-        self.first_temperature = _temperature("temperature", temperature)
-        self.final_temperature = _temperature("final_temperature", final_temperature)
+        self.first_temperature, self.final_temperature = float(temperature), float(final_temperature)
         self.register_buffer("progress", torch.zeros(()))
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         self.query_scorer, self.key_scorer = (UninitializedParameter(**where) for _ in range(2))
         if num_heads is not None and head_dim is not None:
             self._make_scorer(num_heads, num_kv_heads or num_heads, head_dim)
 
-    progress: Tensor
-
     @property
     def temperature(self) -> float:
         """Of the noise in training now; it falls geometrically with the progress."""
-        done = float(self.progress)
-        if self.final_temperature == 0.0 or self.first_temperature == 0.0:
-            return self.first_temperature + done * (self.final_temperature - self.first_temperature)
-        return float(self.first_temperature * (self.final_temperature / self.first_temperature) ** done)
+        first, final, done = self.first_temperature, self.final_temperature, float(self.progress)
+        if not first or not final:
+            return first + done * (final - first)
+        return float(first * (final / first) ** done)
 
     def anneal(self, progress: float) -> None:
         """Sets how much of the training is done, from 0 to 1. It is saved with the module."""
@@ -121,13 +120,12 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
             if hasattr(self, "_initialize_hook"):  # else another thread was first
                 super()._infer_parameters(*args, **kwargs)
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """The scores begin near the mean attention scores: one random projection for queries and keys."""
         self.progress.zero_()
-        if self.has_uninitialized_params():
-            return
-        h_kv, d, _ = self.key_scorer.shape
-        with torch.no_grad():
+        if not self.has_uninitialized_params():
+            h_kv, d, _ = self.key_scorer.shape
             made = self._first_scorers(self.query_scorer.shape[0], h_kv, d, self.key_scorer.device)
             for scorer, weights in zip((self.query_scorer, self.key_scorer), made, strict=True):
                 scorer.copy_(weights)
@@ -160,16 +158,13 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         self.initialize_parameters(query, key)
         for x, scorer in ((query, self.query_scorer), (key, self.key_scorer)):
             if x.shape[2:] != scorer.shape[:2]:
-                raise ValueError(
-                    f"the scorer was made for {tuple(scorer.shape[:2])} heads and features, "
-                    f"got {tuple(x.shape[2:])}"
-                )
+                sizes = f"{tuple(scorer.shape[:2])} heads and features, got {tuple(x.shape[2:])}"
+                raise ValueError(f"the scorer was made for {sizes}")
         size, n = self._config.block_size, key.shape[1]
         rows = pool_queries(query, size, is_causal, mask)
         keys = pool_keys(key, size, mask)
         if not is_causal:  # all keys of a block may know all of it
-            ends = block_ends(n, size).to(key.device)
-            keys = keys[:, ends].repeat_interleave(size, 1)[:, :n]
+            keys = keys[:, block_ends(n, size).to(key.device)].repeat_interleave(size, 1)[:, :n]
         row = rows @ self.query_scorer.to(rows.dtype) / math.sqrt(self.scorer_dim)
         return row, torch.einsum("bnhd,hdf->bnhf", keys, self.key_scorer.to(keys.dtype))
 
@@ -179,14 +174,10 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         self, row: Tensor, keys: Tensor, is_causal: bool = False, mask: Tensor | None = None
     ) -> BlockPattern:
         """The pattern of the given features, with noise in training."""
-        n, size = keys.shape[1], self._config.block_size
-        column = keys[:, block_ends(n, size).to(keys.device)].transpose(1, 2)
+        n, config = keys.shape[1], self._config
+        column = keys[:, block_ends(n, config.block_size).to(keys.device)].transpose(1, 2)
         noise = self.temperature if self.training else 0.0
-        return choose_blocks(row, column, n, self._config, is_causal, mask, noise)
-
-    @property
-    def _config(self) -> SparsePatternConfig:
-        return SparsePatternConfig.of(self.sparse_config)
+        return choose_blocks(row, column, n, config, is_causal, mask, noise)
 
     def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
         query, key, _ = autocast_inputs(query, key, key)
@@ -199,10 +190,3 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         # scale q k + row key is the product of longer rows: the gate costs no kernel of its own.
         wide_q = torch.cat([query, (rows / scale).to(query.dtype)], -1)
         return Prepared(wide_q, torch.cat([key, keys.to(key.dtype)], -1), pattern, scale)
-
-
-def _temperature(name: str, value: float) -> float:
-    value = finite_float(name, value)
-    if value < 0.0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value

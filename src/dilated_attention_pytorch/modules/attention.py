@@ -1,9 +1,10 @@
-"""Attention modules: what all have in common, `DilatedAttention`, and names with other memory over it."""
+"""Attention modules: the options of a call kept under the documents' names. They hold no parameters."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -23,19 +24,15 @@ from ..core.sources import FRESH, LIGHTWEIGHT, POOL
 from ..core.tracing import remembered
 from ..functional import attend, spec_of
 from ..ops import check_execution
-from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..spec import DilatedSpec, Execution, resolve_branches
 
 _make_execution = remembered(Execution)
-_OF_MANAGER = ("lightweight_pool", "enable_profiling", "enable_memory_pool")  # in the order of `Settings`
 
 
 def warn_isolated(owner: object, n: int, longest: int) -> None:
     """Warns, once for each owner and doubling of n, that n tokens do not fit into one segment."""
-    if n <= longest:
-        return
     seen: set[int] = vars(owner).setdefault("_warned", set())
-    if n.bit_length() not in seen:
+    if n > longest and n.bit_length() not in seen:
         seen.add(n.bit_length())
         warnings.warn(
             f"{n} tokens exceed the longest segment, {longest}: tokens in different segments, such as "
@@ -46,11 +43,12 @@ def warn_isolated(owner: object, n: int, longest: int) -> None:
 
 
 class AttentionModule(nn.Module):
-    """Keeps the options of an attention call; a subclass gives `_attend`. No maths, no parameters."""
+    """The options of `DilatedAttention` and what all modules do with them; a subclass gives `_attend`."""
 
     choice: Any = None  # of a factory: what it chose and why
-    workspace_default: int | None = None
     spec_options: ClassVar[tuple[str, ...]] = ()  # fields of `DilatedSpec` that are taken by name
+    _manager: AttentionBufferManager | None = None  # where memory comes from, instead of the global pool
+    _attend: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
 
     def __init__(
         self,
@@ -88,8 +86,7 @@ class AttentionModule(nn.Module):
         self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
         self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
-        self.kernel, self.dtype = kernel, dtype
-        self.workspace_bytes = self.workspace_default if workspace_bytes is None else workspace_bytes
+        self.kernel, self.workspace_bytes, self.dtype = kernel, workspace_bytes, dtype
         check_execution(self._execution)
         self._profile()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
@@ -138,9 +135,6 @@ class AttentionModule(nn.Module):
         """Whether inputs are parts of a sequence that several processes share."""
         return False
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
     @property
     def _dropout_now(self) -> float:
         return self.spec.dropout_p if self.training and self._drops else 0
@@ -151,16 +145,20 @@ class AttentionModule(nn.Module):
 
     @property
     def _memory_pool(self) -> MemoryPool | None:
-        return get_global_memory_pool() if self.enable_memory_pool else None
+        if not self.enable_memory_pool:
+            return None
+        return get_global_memory_pool() if self._manager is None else self._manager.pool
 
     @property
     def _memory(self) -> str:
         """The name of where a call's memory comes from, as `Execution` takes it."""
-        if self.lightweight_pool and not self.enable_memory_pool:
+        if self._manager is not None:
+            return self._manager.name
+        if self.enable_memory_pool:
+            return LIGHTWEIGHT if self.lightweight_pool else POOL
+        if self.lightweight_pool:
             raise ValueError("lightweight_pool is a way to use the memory pool, got enable_memory_pool=False")
-        if not self.enable_memory_pool:
-            return FRESH
-        return LIGHTWEIGHT if self.lightweight_pool else POOL
+        return FRESH
 
     @property
     def _execution(self) -> Execution:
@@ -170,7 +168,8 @@ class AttentionModule(nn.Module):
     def _profile(self) -> None:
         if not self.enable_profiling:
             return
-        profiled = [each for each in (self._pattern_cache, self._memory_pool) if each is not None]
+        sources: tuple[Any, ...] = (self._pattern_cache, self._memory_pool, self._manager)
+        profiled = [each for each in sources if each is not None]
         if not profiled:
             raise ValueError("enable_profiling needs a pattern cache or a memory pool, got neither")
         for each in profiled:
@@ -192,19 +191,11 @@ class AttentionModule(nn.Module):
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         """(value, default) of options that the representation shows when they differ."""
-        return {
-            **{name: (getattr(self.spec, name), getattr(DilatedSpec, name)) for name in self.spec_options},
-            "softmax_scale": (self.spec.scale, None),
-            "attention_dropout": (self.spec.dropout_p, 0.0),
-            "enable_memory_pool": (self.enable_memory_pool, False),
-            "lightweight_pool": (self.lightweight_pool, False),
-            "use_pattern_cache": (self.use_pattern_cache, True),
-            "allow_isolated_segments": (self.allow_isolated_segments, False),
-            "kernel": (self.kernel, "auto"),
-            "workspace_bytes": (self.workspace_bytes, self.workspace_default),
-            "device": (self.device, None),
-            "dtype": (self.dtype, None),
-        }
+        spec, own = self.spec, vars(self)
+        shown = {name: (getattr(spec, name), getattr(DilatedSpec, name)) for name in self.spec_options}
+        shown |= {"softmax_scale": (spec.scale, None), "attention_dropout": (spec.dropout_p, 0.0)}
+        named = signature(AttentionModule).parameters.values()
+        return shown | {each.name: (own[each.name], each.default) for each in named if each.name in own}
 
     def extra_repr(self) -> str:
         spec = self.spec
@@ -233,7 +224,6 @@ class DilatedAttention(AttentionModule):
         device, dtype: what the inputs must have, checked when given. The module has no parameters of its own.
     """
 
-    workspace_default = DEFAULT_WORKSPACE_BYTES
     spec_options = ("head_mixing", "head_offsets", "tail", "detach_mixing")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
@@ -284,62 +274,36 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
         **options: Any,
     ) -> None:
         asked = {"enable_buffer_reuse": enable_buffer_reuse, "enable_preallocation": enable_preallocation}
-        asked |= {name: options.get(name, False) for name in _OF_MANAGER}
+        others = ("lightweight_pool", "enable_profiling", "enable_memory_pool")  # in the order of `Settings`
+        asked |= {name: options.get(name, False) for name in others}
         check_flags(enable_buffer_manager=enable_buffer_manager, **asked)
         if buffer_manager is not None and not isinstance(buffer_manager, AttentionBufferManager):
             kind = type(buffer_manager).__name__
             raise TypeError(f"buffer_manager must be an AttentionBufferManager, got {kind}")
-        if buffer_manager is not None and not enable_buffer_manager:
-            raise ValueError("a buffer_manager is used or not, got one and enable_buffer_manager=False")
-        if not enable_buffer_manager and (enable_preallocation or not enable_buffer_reuse):
-            rule = "enable_buffer_reuse=False and enable_preallocation=True are for a buffer manager"
-            raise ValueError(f"{rule}, got enable_buffer_manager=False")
-        settings = Settings(*asked.values())
-        if buffer_manager is not None:
-            _check_settings(buffer_manager, settings)
+        is_asked = buffer_manager is not None or enable_preallocation or not enable_buffer_reuse
+        if is_asked and not enable_buffer_manager:
+            rule = "buffer_manager, enable_buffer_reuse=False and enable_preallocation=True"
+            raise ValueError(f"{rule} are for a buffer manager, got enable_buffer_manager=False")
+        if buffer_manager is not None:  # profiling is turned on in any manager
+            given = zip(asked.items(), Settings(), buffer_manager.settings, strict=False)
+            differ = {name: value for (name, value), usual, has in given if usual != value != has}
+            if got := ", ".join(f"{x}={differ[x]}" for x in differ if x != "enable_profiling"):
+                raise ValueError(f"the settings of a buffer_manager are its own, got {got} against them")
         elif enable_buffer_manager:
-            buffer_manager = shared_buffer_manager(settings)
-        object.__setattr__(self, "buffer_manager", buffer_manager)
+            buffer_manager = shared_buffer_manager(Settings(*asked.values()))
+        object.__setattr__(self, "_manager", buffer_manager)  # which the checks of other options read
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
 
-    buffer_manager: AttentionBufferManager | None
+    @property
+    def buffer_manager(self) -> AttentionBufferManager | None:
+        """Where scratch and large results come from; None with enable_buffer_manager=False."""
+        return self._manager
 
     def get_buffer_stats(self) -> dict[str, Any]:
         """The statistics of the buffer manager; empty without one."""
-        return {} if self.buffer_manager is None else self.buffer_manager.get_stats()
+        return {} if self._manager is None else self._manager.get_stats()
 
     def cleanup_buffers(self) -> None:
         """Frees all idle buffers of the manager, also those of other modules that share it."""
-        if self.buffer_manager is not None:
-            self.buffer_manager.clear_cache()
-
-    @property
-    def _memory_pool(self) -> MemoryPool | None:
-        if self.buffer_manager is None or not self.enable_memory_pool:
-            return super()._memory_pool
-        return self.buffer_manager.pool
-
-    @property
-    def _memory(self) -> str:
-        return super()._memory if self.buffer_manager is None else self.buffer_manager.name
-
-    def _profile(self) -> None:
-        manager = self.buffer_manager
-        if manager is None or self.use_pattern_cache or self.enable_memory_pool:
-            super()._profile()
-        if manager is not None and self.enable_profiling:
-            manager.enable_profiling = True
-
-
-def _check_settings(manager: AttentionBufferManager, asked: Settings) -> None:
-    """A manager of the user's has settings of its own: what is asked for besides must be what it does."""
-    own = manager.settings
-    contradictions = {
-        "enable_buffer_reuse=False": own.enable_reuse and not asked.enable_reuse,
-        "enable_preallocation=True": asked.enable_preallocation and not own.enable_preallocation,
-        "lightweight_pool=True": asked.lightweight and not own.lightweight,
-        "enable_memory_pool=True": asked.is_pooled and not own.is_pooled,
-    }
-    if against := [name for name, contradicts in contradictions.items() if contradicts]:
-        names = ", ".join(against)
-        raise ValueError(f"the settings of a buffer_manager are its own, got {names} against them")
+        if self._manager is not None:
+            self._manager.clear_cache()

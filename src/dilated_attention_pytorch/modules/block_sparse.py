@@ -1,4 +1,4 @@
-"""Block-sparse attention modules: a pattern config, or a pattern, kept in a module."""
+"""Block-sparse attention modules: a pattern, or its config, kept in a module; in one process or a ring."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from ..spec import SparsePatternConfig
 from .attention import AttentionModule
 from .ring import RingModule, RingOptions
 
+_build_by_content = uncompiled(build_block_pattern)  # what is kept depends on values: no compiler traces it
+
 
 class Prepared(NamedTuple):
     """Queries and keys as they are attended, the pattern or its recipe, and the factor of the scores."""
@@ -46,7 +48,7 @@ class BlockSparseDilatedAttention(AttentionModule):
         softmax_scale: factor of the scores, 1 / sqrt(d) by default.
         attention_dropout: probability to drop an attention weight, in training only; also `dropout`.
         options: as in `DilatedAttention`: enable_memory_pool, lightweight_pool, enable_profiling,
-            use_pattern_cache (patterns and schedules by length, in `pattern_cache`), kernel, workspace_bytes
+            use_pattern_cache (patterns and plans by length, in `pattern_cache`), kernel, workspace_bytes
             (4 MiB a thread by default), device and dtype.
     """
 
@@ -77,12 +79,6 @@ class BlockSparseDilatedAttention(AttentionModule):
 
     _pattern_cache = pattern_cache
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-        check_flags(is_causal=is_causal)
-        check_inputs(*autocast_inputs(q, k, v), mask, None)  # before values are padded
-        prepared = self._prepare(q, k, is_causal, mask)
-        return self._attend_prepared(prepared, v, is_causal, mask, self._dropout_now)
-
     @property
     def longest_segment(self) -> int | None:
         config = self.sparse_config
@@ -98,7 +94,7 @@ class BlockSparseDilatedAttention(AttentionModule):
             raise ValueError("an adaptive pattern is made in each call, from its queries and keys")
         spec = self.spec
         return build_block_pattern(
-            SparsePatternConfig.of(self.sparse_config),
+            self._config,
             n,
             num_heads,
             is_causal=is_causal,
@@ -111,8 +107,10 @@ class BlockSparseDilatedAttention(AttentionModule):
     ) -> Tensor:
         """(b, n, n): probabilities without dropout, averaged over the heads, differentiable.
 
-        For short sequences.
+        For short sequences, in one process.
         """
+        if self.is_sharded:
+            raise ValueError("attention_weights needs the whole sequence in one process, got a part in each")
         check_flags(is_causal=is_causal)
         check_inputs(query, key, key, attention_mask, None)
         # Attention to the rows of an identity matrix shows the weights themselves.
@@ -121,41 +119,44 @@ class BlockSparseDilatedAttention(AttentionModule):
         prepared = self._prepare(query, key, is_causal, attention_mask)
         parts = []
         for columns in torch.split(unit, width, 1):
-            values = F.pad(columns, (0, width - columns.shape[1]))
-            values = values[None, :, None].expand(b, n, key.shape[2], width)
-            out = self._attend_prepared(prepared, values, is_causal, attention_mask, 0)
-            parts.append(out.mean(2)[..., : columns.shape[1]])
+            values = columns[None, :, None].expand(b, n, key.shape[2], -1)
+            parts.append(self._attend_prepared(prepared, values, is_causal, attention_mask, 0).mean(2))
         return torch.cat(parts, -1).to(query.dtype)
+
+    @property
+    def _config(self) -> SparsePatternConfig:
+        return SparsePatternConfig.of(self.sparse_config)
 
     @property
     def _is_adaptive(self) -> bool:
         return self.sparse_config is not None and self.sparse_config.pattern_type == "adaptive"
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+        check_flags(is_causal=is_causal)
+        check_inputs(*autocast_inputs(q, k, v), mask, None)  # before values are padded
+        prepared = self._prepare(q, k, is_causal, mask)
+        return self._attend_prepared(prepared, v, is_causal, mask, self._dropout_now)
+
     def _prepare(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Prepared:
         """What is attended, before the values are known."""
         pattern: BlockPattern | str = self._recipe if self.pattern is None else self.pattern
-        if self._is_adaptive and self.sparse_config is not None:
+        if self._is_adaptive:
             query, key, _ = autocast_inputs(query, key, key)
-            pattern = _content_pattern(self.sparse_config, query, key, is_causal, mask)
+            content: dict[str, Any] = {"query": query, "key": key, "key_mask": mask}
+            pattern = _build_by_content(self._config, *query.shape[1:3], is_causal=is_causal, **content)
         return Prepared(query, key, pattern, self.spec.scale)
 
     def _attend_prepared(
         self, prepared: Prepared, value: Tensor, is_causal: bool, mask: Tensor | None, dropout_p: float
     ) -> Tensor:
-        d, wide = value.shape[-1], prepared.key.shape[-1]
-        execution = self._execution
+        query, key, pattern, scale = prepared
+        execution, d = self._execution, value.shape[-1]
         if self._is_adaptive:
             execution = replace(execution, use_pattern_cache=False)
-        out, _ = attend_blocks(
-            prepared.query,
-            prepared.key,
-            value if d == wide else F.pad(value, (0, wide - d)),
-            prepared.pattern,
-            block_spec(is_causal, prepared.scale, dropout_p),
-            execution,
-            key_mask=mask,
-        )
-        return out if d == wide else out[..., :d]
+        wide = F.pad(value, (0, key.shape[-1] - d)) if d < key.shape[-1] else value
+        spec = block_spec(is_causal, scale, dropout_p)
+        out, _ = attend_blocks(query, key, wide, pattern, spec, execution, key_mask=mask)
+        return out[..., :d] if d < key.shape[-1] else out
 
     def extra_repr(self) -> str:
         shown = self.sparse_config if self.pattern is None else self.pattern
@@ -167,14 +168,13 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
 
     With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...), as
     in `RingDilatedAttentionV2`, and the pattern is that of the whole sequence; see
-    `ring_block_sparse_attention`. In one process it is the base module: nothing is allocated for a ring that
-    is not there.
+    `ring_block_sparse_attention`. In one process it is the base module.
 
     Args:
         sparse_config: as in the base module; with several processes not "adaptive", whose choice of blocks
             depends on the keys of all of them.
         ring_size: steps in which a call goes around the ring, by default one for each process; a multiple of
-            their number. One process alone has the small tiles of `workspace_bytes` whatever the size is.
+            their number. It changes nothing in one process, whose tiles are small already.
         group, timeout: as in `RingDilatedAttentionV2`.
         options: those of `BlockSparseDilatedAttention`.
     """
@@ -194,17 +194,6 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
         self.ring = RingOptions(ring_size, group, timeout)
         self._check_ring()
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        """(b, n, n): probabilities without dropout, averaged over the heads. In one process only."""
-        if self.is_sharded:
-            raise ValueError(
-                "attention_weights needs the whole sequence in one process, got a part in each of "
-                f"{self.ring.num_processes}"
-            )
-        return super().attention_weights(query, key, is_causal, attention_mask)
-
     def _check_ring(self) -> None:
         super()._check_ring()
         if self._is_adaptive and self.is_sharded:
@@ -216,35 +205,17 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
         if not self.is_sharded:
             return super()._attend(q, k, v, is_causal, mask)
-        ring = self.ring
-        out = attend_ring_blocks(
-            q,
-            k,
-            v,
-            partial(self._whole_pattern, q, is_causal),
-            partial(block_spec, is_causal, self.spec.scale, self._dropout_now),
-            self._execution,
-            RingSettings(ring.group, timeout=ring.timeout, steps=ring.steps),
-            key_mask=mask,
-        )
+        pattern = partial(self._whole_pattern, q, is_causal)
+        make_spec = partial(block_spec, is_causal, self.spec.scale, self._dropout_now)
+        settings = RingSettings(self.ring.group, timeout=self.ring.timeout, steps=self.ring.steps)
+        out = attend_ring_blocks(q, k, v, pattern, make_spec, self._execution, settings, key_mask=mask)
         assert isinstance(out, Tensor)
         return out
 
     def _whole_pattern(self, query: Tensor, is_causal: bool, n: int) -> BlockPattern:
         """`get_pattern`, kept in the pattern cache unless it was given."""
-        num_heads = query.shape[2]
+        num_heads, cache = query.shape[2], self.pattern_cache
         build = partial(self.get_pattern, n, num_heads, is_causal=is_causal)
-        cache = self.pattern_cache
         if cache is None or self.pattern is not None:
             return build()
         return cache.get_or_build(("pattern", self._recipe, n, num_heads, is_causal), build)
-
-
-# The pattern depends on values, which no compiler can trace.
-@uncompiled
-def _content_pattern(
-    config: SparsePatternConfig, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None
-) -> BlockPattern:
-    check_inputs(query, key, key, mask, None)
-    n, num_heads = query.shape[1], query.shape[2]
-    return build_block_pattern(config, n, num_heads, is_causal=is_causal, query=query, key=key, key_mask=mask)

@@ -12,7 +12,9 @@ from torch import Tensor
 from ..checks import autocasts, check_dense, check_flags
 from ..core.tracing import uncompiled
 from ..decode import DilatedKVCache
+from ..ring import shard_positions
 from .attention import DilatedAttention
+from .ring import RingOptions
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OF_SPEC = ("segment_lengths", "dilation_rates", "scale", "head_mixing", "head_offsets")
@@ -39,32 +41,6 @@ class Call(NamedTuple):
         time = 1 if self.batch_first else 0
         return self.query.shape[1 - time], self.query.shape[time], self.key.shape[time]
 
-    def attended(self, embed_dim: int) -> Tensor | None:
-        """Checks flags, inputs and masks, and returns the mask of keys that may be attended, (b, m)."""
-        check_flags(need_weights=self.need_weights, is_causal=self.is_causal)
-        self._check_inputs(embed_dim)
-        b, n, m = self.sizes()
-        if self.attn_mask is not None:
-            if n != m:
-                raise ValueError(f"attn_mask needs as many keys as queries, got {m} and {n}")
-            check_causal_mask(self.attn_mask, n, self.query.device)
-        if self.positions is not None:
-            check_positions(self.positions, b, n)
-            if self.positions.is_meta and not self.query.is_meta:
-                raise ValueError("positions must have values, got a tensor on the meta device")
-        ignored = self.key_padding_mask
-        return None if ignored is None else attended_keys(ignored, b, m, self.query.device)
-
-    def _check_inputs(self, embed_dim: int) -> None:
-        layout = "(b, n, embed_dim)" if self.batch_first else "(n, b, embed_dim)"
-        for name in ("query", "key", "value"):
-            check_embedded(name, getattr(self, name), embed_dim, layout)
-        batch = 0 if self.batch_first else 1
-        key, value = self.key.shape, self.value.shape
-        if key != value or key[batch] != self.query.shape[batch]:
-            shapes = f"{tuple(self.query.shape)}, {tuple(key)} and {tuple(value)}"
-            raise ValueError(f"key and value need one shape with the batch of query, got {shapes}")
-
     def without_hidden(self, attend: Tensor | None) -> Call:
         """Zeros for hidden keys and values of others than the queries: they may hold anything, NaN included,
         which would reach the gradients of the projections."""
@@ -75,67 +51,86 @@ class Call(NamedTuple):
         value = key if self.value is self.key else self.value.masked_fill(hidden, 0.0)
         return self._replace(key=key, value=value)
 
-    def check_one_length(self, why: str) -> None:
-        if self.query.shape != self.key.shape:
-            shapes = f"{tuple(self.query.shape)}, {tuple(self.key.shape)} and {tuple(self.value.shape)}"
-            raise ValueError(f"{why} need one shape of query, key and value, got {shapes}")
-
-    def check_cached(self, module: Any) -> None:
-        """Raises where a call with a cache asks for what no cache can give, or the cache is another's."""
-        attention = module.attention
-        check_decodes(attention)
-        cache = self.cache
-        if not isinstance(cache, DilatedKVCache):
-            raise TypeError(f"cache must be a DilatedKVCache, got {type(cache).__name__}")
-        if not self.is_causal:
-            raise ValueError("a cache holds the past of causal attention, got is_causal=False")
-        for name in ("key_padding_mask", "attn_mask"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} does not go with a cache (lengths says what is real), got one")
-        if self.need_weights:
-            raise ValueError("need_weights needs all keys, which a cache does not keep, got both")
-        if attention._dropout_now:
-            dropout = attention.spec.dropout_p
-            raise ValueError(f"a cache has no dropout, got {dropout} in training: call eval() first")
-        sources = dict.fromkeys(OF_SPEC, (attention.spec, cache.spec))
-        for name, pair in (sources | dict.fromkeys(OF_HEADS, (module, cache))).items():
-            own, other = (getattr(each, name) for each in pair)
-            if own != other:
-                raise ValueError(f"cache must be one of make_cache: its {name} is {other}, not {own}")
-        if cache.batch_size != self.sizes()[0]:
-            sizes = f"{cache.batch_size} and {self.sizes()[0]}"
-            raise ValueError(f"cache and query must have as many rows, got {sizes}")
+    def own_positions(self, ring: RingOptions | None) -> Tensor:
+        """Where the tokens stand in their sequences: (n,) or (b, n) int64 on the device of query."""
+        n, device = self.sizes()[1], self.query.device
+        if ring is not None:
+            return shard_positions(n, ring.group, device, ring.timeout)
+        positions = torch.arange(n, device=device)
+        return positions if self.cache is None else _continue(self.cache, positions)
 
 
-def check_caches(caches: Sequence[DilatedKVCache], num_layers: int) -> None:
-    """Raises unless there is a cache for each layer."""
-    if not isinstance(caches, Sequence):
-        raise TypeError(f"caches must be a list with one for each layer, got a {type(caches).__name__}")
-    if len(caches) != num_layers:
-        raise ValueError(f"caches must hold one for each of {num_layers} layers, got {len(caches)}")
-    for cache in caches:
-        if not isinstance(cache, DilatedKVCache):
-            raise TypeError(f"caches must hold DilatedKVCaches, got a {type(cache).__name__}")
-    if len({id(cache) for cache in caches}) < num_layers:
-        raise ValueError("caches must be one for each layer, got one for several")
+def check_call(module: Any, call: Call) -> Tensor | None:
+    """Checks a call of a `MultiheadModule`, and returns the mask of keys that may be attended, (b, m)."""
+    check_flags(need_weights=call.need_weights, is_causal=call.is_causal)
+    _check_inputs(module, call)
+    (b, n, m), attention, device = call.sizes(), module.attention, call.query.device
+    if call.attn_mask is not None:
+        if n != m:
+            raise ValueError(f"attn_mask needs as many keys as queries, got {m} and {n}")
+        _check_causal(call.attn_mask, n, device)
+    if call.positions is not None:
+        if module.positions is None:
+            raise ValueError("positions need a position encoding, got a module without one")
+        check_positions(call.positions, b, n)
+        check_dense("positions", call.positions, needs_values=not call.query.is_meta)
+    attend = None
+    if call.key_padding_mask is not None:
+        attend = _attended_keys(call.key_padding_mask, b, m, device)
+    if module.is_sharded and (call.need_weights or call.attn_mask is not None):
+        asked = "need_weights" if call.need_weights else "attn_mask"
+        raise ValueError(
+            "weights and masks (n, n) need the whole sequence in one process (is_causal and "
+            f"key_padding_mask do not), got {asked} with a part in each"
+        )
+    has_weights = isinstance(attention, DilatedAttention) or hasattr(attention, "attention_weights")
+    if call.need_weights and not has_weights:
+        raise ValueError(f"need_weights needs attention_weights, got a {type(attention).__name__}")
+    if call.cache is not None:
+        _check_cached(module, call, call.cache)
+    elif call.lengths is not None:
+        raise ValueError("lengths are for a cache, got none (key_padding_mask hides padding)")
+    return attend
 
 
-# Lengths change from call to call, and compilers would make a graph for each.
-@uncompiled
-def check_in_step(caches: Sequence[DilatedKVCache]) -> None:
-    """Raises unless all have seen the same tokens."""
-    first = caches[0]
-    for number, cache in enumerate(caches):
-        if cache.lengths != first.lengths:
-            raise ValueError(
-                f"caches must have seen the same tokens, got lengths {first.lengths} in layer 0 and "
-                f"{cache.lengths} in layer {number}: after a call that failed between layers, reset them"
-            )
-        if (cache.device, cache.dtype) != (first.device, first.dtype):
-            raise ValueError(
-                f"caches must have one device and dtype, got {first.device} and {first.dtype} in layer 0, "
-                f"{cache.device} and {cache.dtype} in layer {number}"
-            )
+def _check_inputs(module: Any, call: Call) -> None:
+    layout = "(b, n, embed_dim)" if call.batch_first else "(n, b, embed_dim)"
+    for name in ("query", "key", "value"):
+        check_embedded(name, getattr(call, name), module.embed_dim, layout)
+    batch = 0 if call.batch_first else 1
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    shapes = f"{tuple(query)}, {tuple(key)} and {tuple(value)}"
+    if key != value or key[batch] != query[batch]:
+        raise ValueError(f"key and value need one shape with the batch of query, got {shapes}")
+    takes_others = getattr(module.attention, "takes_other_lengths", False)
+    if query != key and (module.positions is not None or not takes_others):
+        why = "position encodings" if takes_others else "self-attention patterns"
+        raise ValueError(f"{why} need one shape of query, key and value, got {shapes}")
+
+
+def _check_cached(module: Any, call: Call, cache: DilatedKVCache) -> None:
+    """Raises where a call with a cache asks for what no cache can give, or the cache is another's."""
+    attention = module.attention
+    check_decodes(attention)
+    if not isinstance(cache, DilatedKVCache):
+        raise TypeError(f"cache must be a DilatedKVCache, got {type(cache).__name__}")
+    if not call.is_causal:
+        raise ValueError("a cache holds the past of causal attention, got is_causal=False")
+    for name in ("key_padding_mask", "attn_mask"):
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name} does not go with a cache (lengths says what is real), got one")
+    if call.need_weights:
+        raise ValueError("need_weights needs all keys, which a cache does not keep, got both")
+    if attention._dropout_now:
+        dropout = attention.spec.dropout_p
+        raise ValueError(f"a cache has no dropout, got {dropout} in training: call eval() first")
+    sources = dict.fromkeys(OF_SPEC, (attention.spec, cache.spec)) | dict.fromkeys(OF_HEADS, (module, cache))
+    for name, pair in sources.items():
+        own, other = (getattr(each, name) for each in pair)
+        if own != other:
+            raise ValueError(f"cache must be one of make_cache: its {name} is {other}, not {own}")
+    if cache.batch_size != (rows := call.sizes()[0]):
+        raise ValueError(f"cache and query must have as many rows, got {cache.batch_size} and {rows}")
 
 
 def check_decodes(attention: Any) -> None:
@@ -145,6 +140,47 @@ def check_decodes(attention: Any) -> None:
         raise ValueError(f"a cache needs dilated attention, whose segments bound it, got a {kind}")
     if attention.is_sharded:
         raise ValueError("a cache needs the sequence in one process, got a part of it in each")
+
+
+def check_caches(caches: Sequence[DilatedKVCache], num_layers: int) -> None:
+    """Raises unless there is a cache for each layer."""
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"caches must be a list with one for each layer, got a {type(caches).__name__}")
+    for cache in caches:
+        if not isinstance(cache, DilatedKVCache):
+            raise TypeError(f"caches must hold DilatedKVCaches, got a {type(cache).__name__}")
+    if len(caches) != num_layers:
+        raise ValueError(f"caches must hold one for each of {num_layers} layers, got {len(caches)}")
+    if len({id(cache) for cache in caches}) < num_layers:
+        raise ValueError("caches must be one for each layer, got one for several")
+
+
+# The lengths of caches change from call to call, and compilers would make a graph for each.
+@uncompiled
+def _continue(cache: DilatedKVCache, positions: Tensor) -> Tensor:
+    """The positions of the next tokens of each row: (n,) if all rows are as long, else (b, n)."""
+    starts = cache.lengths
+    if len(set(starts)) == 1:
+        return positions + starts[0]
+    return torch.tensor(starts, device=positions.device)[:, None] + positions
+
+
+@uncompiled
+def warn_isolated_cache(attention: DilatedAttention, cache: DilatedKVCache) -> None:
+    attention.warn_isolated(max(cache.lengths))
+
+
+@uncompiled
+def check_in_step(caches: Sequence[DilatedKVCache]) -> None:
+    """Raises unless all have seen the same tokens."""
+    for rule, facts in (
+        ("have seen the same tokens, got lengths", [cache.lengths for cache in caches]),
+        ("have one device and dtype, got", [(str(cache.device), cache.dtype) for cache in caches]),
+    ):
+        for number, fact in enumerate(facts):
+            if fact != facts[0]:
+                got = f"{facts[0]} in layer 0 and {fact} in layer {number}"
+                raise ValueError(f"caches must {rule} {got}: after a call that failed, reset them")
 
 
 def check_embedded(name: str, x: Tensor, embed_dim: int, layout: str = "(b, n, embed_dim)") -> None:
@@ -176,16 +212,20 @@ def explain_mismatch(other: object, whose: str, **inputs: Tensor) -> None:
             raise TypeError(f"{name} must have the dtype of {whose}, {other.dtype}, got {x.dtype}")
 
 
-def attended_keys(ignored: Tensor, b: int, n: int, device: torch.device) -> Tensor:
+def _check_mask(name: str, mask: Tensor, sizes: str, shape: tuple[int, int], device: Any) -> None:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"{name} must be a bool or float tensor, got {kind}")
+    check_dense(name, mask)
+    if mask.shape != shape:
+        raise ValueError(f"{name} must be {sizes} = {shape}, got {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"{name} must be on the device of query, {device}, got {mask.device}")
+
+
+def _attended_keys(ignored: Tensor, b: int, n: int, device: Any) -> Tensor:
     """The attention mask, True = attend, of a key_padding_mask."""
-    if not isinstance(ignored, Tensor) or not (ignored.dtype == torch.bool or ignored.is_floating_point()):
-        kind = getattr(ignored, "dtype", type(ignored).__name__)
-        raise TypeError(f"key_padding_mask must be a bool or float tensor, got {kind}")
-    check_dense("key_padding_mask", ignored)
-    if ignored.shape != (b, n):
-        raise ValueError(f"key_padding_mask must be (b, n) = {(b, n)}, got {tuple(ignored.shape)}")
-    if ignored.device != device:
-        raise ValueError(f"key_padding_mask must be on the device of query, {device}, got {ignored.device}")
+    _check_mask("key_padding_mask", ignored, "(b, n)", (b, n), device)
     if ignored.dtype == torch.bool:
         return ~ignored
     attended = ignored == 0
@@ -194,17 +234,11 @@ def attended_keys(ignored: Tensor, b: int, n: int, device: torch.device) -> Tens
     return attended
 
 
-def check_causal_mask(mask: Tensor, n: int, device: torch.device) -> None:
-    rule = "attn_mask must be None or the square causal mask: the pattern decides what is attended"
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(f"{rule}, got {getattr(mask, 'dtype', type(mask).__name__)}")
-    if mask.shape != (n, n):
-        raise ValueError(f"{rule}, got the shape {tuple(mask.shape)} for n = {n}")
-    check_dense("attn_mask", mask)
-    if mask.device != device:
-        raise ValueError(f"attn_mask must be on the device of query, {device}, got {mask.device}")
+def _check_causal(mask: Tensor, n: int, device: Any) -> None:
+    _check_mask("attn_mask", mask, "(n, n)", (n, n), device)
     future = torch.ones_like(mask, dtype=torch.bool).triu(1)
     expected = future if mask.dtype == torch.bool else torch.where(future, -math.inf, 0.0)
+    rule = "attn_mask must be None or the square causal mask: the pattern decides what is attended"
     require((mask == expected).all(), f"{rule}, got another mask")
 
 

@@ -20,19 +20,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the names of a state dict.
+    """What became of the names of a state dict."""
 
-    Attributes:
-        missing: parameters and buffers of the module that the state dict lacks; they keep their values.
-        unexpected: names of the state dict that the module has no place for.
-        dropped: names that carry nothing the module does not know, such as constants that were checked.
-        outside: names that do not start with the prefix, hence belong to something else.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # parameters and buffers that it lacks; they keep their values
+    unexpected: tuple[str, ...] = ()  # names that the module has no place for
+    dropped: tuple[str, ...] = ()  # names that carry nothing new, such as constants that were checked
+    outside: tuple[str, ...] = ()  # names without the prefix, hence of something else
 
 
 def check_state(state: Mapping[str, Tensor]) -> None:
@@ -58,18 +51,13 @@ def check_fit(
         copies: `own` are to be written to, hence must have memory; else they are to be replaced.
         source, hint: begin and end of the message.
     """
-    report = LoadReport(
-        missing=tuple(name for name in own if name not in state),
-        unexpected=tuple(name for name in state if name not in own),
-    )
+    report = LoadReport(tuple(x for x in own if x not in state), tuple(x for x in state if x not in own))
     problems = []
     if strict:
         problems += [f"{name} is missing" for name in report.missing]
         problems += [f"{name} is unexpected" for name in report.unexpected]
-    for name, tensor in own.items():
-        if name not in state:
-            continue
-        given = state[name]
+    for name in [x for x in own if x in state]:
+        tensor, given = own[name], state[name]
         if given.shape != tensor.shape:
             problems.append(f"{name} must be {tuple(tensor.shape)}, got {tuple(given.shape)}")
         elif given.is_floating_point() != tensor.is_floating_point():
@@ -98,33 +86,6 @@ def copy_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, 
     return report
 
 
-@torch.no_grad()
-def copy_projections(
-    state: Mapping[str, Tensor], weights: list[Tensor], biases: list[Tensor], out_proj: nn.Linear
-) -> None:
-    """Copies a state dict into the projections of query, key and value, and into `out_proj`.
-
-    The input projections may be joint or separate there. Nothing is copied unless everything fits.
-    """
-    check_state(state)
-    targets = {"in_proj_weight": weights}
-    if "in_proj_weight" not in state:
-        targets = {f"{x}_proj_weight": [weight] for x, weight in zip("qkv", weights, strict=True)}
-    targets["out_proj.weight"] = [out_proj.weight]
-    if out_proj.bias is not None:
-        targets |= {"in_proj_bias": biases, "out_proj.bias": [out_proj.bias]}
-    check_fit({name: _joint(parts) for name, parts in targets.items()}, state)
-    for name, parts in targets.items():
-        for part, piece in zip(parts, state[name].chunk(len(parts)), strict=True):
-            part.copy_(piece)
-
-
-def _joint(parts: list[Tensor]) -> Tensor:
-    """Like all parts one below the other, in shape, dtype and device; without their memory."""
-    first, rows = parts[0], sum(len(part) for part in parts)
-    return first[:1].expand(rows, *first.shape[1:])
-
-
 def regroup_projections(
     state: MutableMapping[str, Any],
     prefix: str,
@@ -148,6 +109,19 @@ def regroup_projections(
             state[joint] = torch.cat([state.pop(name) for name in parts])
         elif not fused and _rows(state.get(joint)) == sum(sizes) and not state.keys() & set(parts):
             state.update(zip(parts, torch.split(state.pop(joint), list(sizes)), strict=True))
+
+
+def load_torch_weights(module: nn.Module, out_proj: nn.Linear, state: Mapping[str, Tensor]) -> None:
+    """Copies the state dict of an `nn.MultiheadAttention` into a module that has its projections."""
+    check_state(state)
+    theirs: dict[str, Tensor] = {}
+    for kind, x in out_proj.named_parameters():
+        joint = x[:1].expand(3 * len(x), *x.shape[1:])  # a view of that shape
+        is_joint = kind == "bias" or "in_proj_weight" in state
+        theirs |= {f"in_proj_{kind}": joint} if is_joint else {f"{y}_proj_weight": x for y in "qkv"}
+        theirs[f"out_proj.{kind}"] = x
+    check_fit(theirs, state)
+    module.load_state_dict(dict(state), strict=False)
 
 
 def _rows(x: Any) -> int | None:
@@ -175,7 +149,6 @@ def read_tensors(path: Path, *, device: torch.device | str | None = None) -> dic
     from safetensors.torch import load_file
 
     check_has_memory(device)
-
     try:
         return dict(load_file(path, device=str(torch.device("cpu" if device is None else device))))
     except SafetensorError as error:
