@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import shard_sequence
-from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder
+from dilated_attention_pytorch.modules.longnet import LongNetDecoder, LongNetEncoder
 from dilated_attention_pytorch.modules.transformer import magneto_gamma
 from support.ranks import run_ranks
 from support.tolerances import assert_close

@@ -22,9 +22,14 @@ from torch import nn
 from dilated_attention_pytorch import SparsePatternConfig
 from dilated_attention_pytorch.integrations.gigapath import LongNetViT
 from dilated_attention_pytorch.modules import pretrained
-from dilated_attention_pytorch.modules.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.modules.longnet import (
+    LongNet,
+    LongNetDecoder,
+    LongNetEncoder,
+    LongNetLM,
+    LongNetStack,
+)
 from dilated_attention_pytorch.modules.longnet_config import LongNetConfig, LongNetLMConfig
-from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder, LongNetStack
 from dilated_attention_pytorch.modules.pretrained import assign_tensors, replacing, write_tensors
 from support.configurations import segment_and_rate
 from support.tolerances import assert_close

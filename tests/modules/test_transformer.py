@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.layer_parts import ACTIVATIONS, DropPath
 from dilated_attention_pytorch.modules.transformer import (
+    ACTIVATIONS,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
+    DropPath,
     FeedForward,
     magneto_gamma,
 )

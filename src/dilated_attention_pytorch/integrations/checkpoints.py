@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..modules.attention import DilatedAttention
-from ..modules.longnet_stack import LongNetStack
+from ..modules.longnet import LongNetStack
 from ..modules.multihead_module import MultiheadModule
 from ..modules.positions import XPos
 from ..modules.state_dicts import check_has_memory, check_state, read_tensors, regroup_projections

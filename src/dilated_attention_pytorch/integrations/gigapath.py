@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_flags, check_float_dtype, check_positive_int
 from ..modules.call_checks import explain_mismatch
+from ..modules.longnet import LongNetEncoder
 from ..modules.longnet_config import StackConfig
-from ..modules.longnet_stack import LongNetEncoder
-from ..modules.positions import cell_embeddings, tile_cells
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
 from .checkpoints import (
@@ -30,6 +29,7 @@ from .checkpoints import (
 
 GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
+_FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
 
 _Model = TypeVar("_Model", bound="LongNetViT")
 
@@ -54,8 +54,6 @@ def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -
 class LongNetViTConfig(StackConfig):
     """Settings of `LongNetViT`: of the layers, their number, and of the tiles; by default Prov-GigaPath's."""
 
-    model: ClassVar[str] = "LongNetViT"
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers", "in_chans", "slide_ngrids", "tile_size")
     other_names: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "max_wsi_size")
 
     nhead: int = 16
@@ -73,7 +71,6 @@ class LongNetViTConfig(StackConfig):
         if self.segment_lengths is not None and self.dilation_rates is None:
             object.__setattr__(self, "dilation_rates", GIGAPATH_RATES)
         super().__post_init__()
-        check_flags(global_pool=self.global_pool)
         if self.d_model % 4:
             rule = "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile"
             raise ValueError(f"{rule}, got {self.d_model}")
@@ -296,6 +293,42 @@ class LongNetViT(PretrainedModel):
         if padding_mask is not None and padding_mask.shape != x.shape[:2]:
             shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
             raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
+
+
+def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
+    """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
+
+    Coordinates are integers, float32 or float64. A cell outside the grid of slide_ngrids x slide_ngrids is an
+    error; a table of positions that is read by a flat index would give the embedding of another cell.
+    """
+    if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
+        coords = coords.long()  # narrow integers have no room for tile_size
+    elif coords.dtype not in _FINE:
+        raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
+    cells = torch.div(coords, tile_size, rounding_mode="floor")
+    inside = (cells >= 0) & (cells < slide_ngrids)
+    if not inside.all():
+        worst = coords[~inside.all(-1)][0].tolist()
+        raise ValueError(
+            f"coords must lie on the grid, at least 0 and below slide_ngrids x tile_size = "
+            f"{slide_ngrids} x {tile_size} = {slide_ngrids * tile_size}, got a tile at {worst}"
+        )
+    return cells.long()
+
+
+def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.dtype) -> Tensor:
+    """Embeddings (..., width) of cells (..., 2): of the second coordinate in one half, then of the first.
+
+    A half holds the sines, then the cosines of the coordinate at width / 4 frequencies from 1 down towards
+    1 / 10000. The rows of the table (1 + slide_ngrids ** 2, width) of Prov-GigaPath, which takes 3 GB at its
+    sizes, are put together from one axis of the grid. Its row 0, of the class token, is zero.
+    """
+    quarter = width // 4
+    # On the CPU: not every device has float64, in which the angles keep their precision.
+    step = torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter
+    angle = torch.arange(slide_ngrids, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-step
+    axis = torch.cat([angle.sin(), angle.cos()], -1).to(cells.device, dtype)
+    return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)
 
 
 def load_gigapath_state(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flags, one_of, parse_json
-from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
+from ..modules.longnet import LongNetDecoder, LongNetEncoder
 from ..modules.state_dicts import LoadReport, copy_state
 from .checkpoints import check_torchscale_pattern, plain_names, split_torchscale_state
 

@@ -3,10 +3,9 @@
 from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
-from .layer_parts import DenseAttention, FeedForward, magneto_gamma
-from .longnet import LongNet, LongNetLM
+from .dense import DenseAttention
+from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
-from .longnet_stack import LongNetDecoder, LongNetEncoder
 from .multihead import (
     MULTIHEAD_KINDS,
     BlockSparseMultiheadDilatedAttention,
@@ -19,7 +18,12 @@ from .multihead_module import MultiheadModule
 from .positions import RotaryEmbedding, XPos
 from .production import RingAttentionConfig, RingDilatedAttentionProduction
 from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
-from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from .transformer import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    FeedForward,
+    magneto_gamma,
+)
 
 __all__ = [
     "MULTIHEAD_KINDS",

@@ -1,23 +1,216 @@
-"""LongNet (arXiv:2307.02486): encoder-decoder over embedded sequences, and a causal language model."""
+"""LongNet (arXiv:2307.02486): stacks of layers, encoder-decoder, and a causal language model.
+
+The structure and the names of weights are those of torchscale.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_dense, check_device, check_float_dtype
+from ..checks import check_dense, check_device, check_flags, check_float_dtype
 from ..decode import DilatedKVCache
-from .generation import Generation
-from .layer_parts import magneto_gamma
-from .longnet_config import LongNetConfig, LongNetLMConfig
-from .longnet_stack import LongNetDecoder, LongNetEncoder
+from .call_checks import check_caches, check_embedded, check_in_step
+from .longnet_config import (
+    LongNetConfig,
+    LongNetDecoderConfig,
+    LongNetEncoderConfig,
+    LongNetLMConfig,
+    StackConfig,
+)
 from .pretrained import PretrainedModel
-from .sampling import Sampling
+from .sampling import Generation, Sampling
+from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, magneto_gamma
+
+_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations", "attention_options")
+
+
+class LongNetStack(PretrainedModel):
+    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common.
+
+    `config` holds the settings; a stack can be saved where they are plain data.
+    """
+
+    config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
+    _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_layers: int = 12,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if "batch_first" in settings:
+            raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
+        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config: StackConfig = self.config_class.of(**sizes, **settings)
+        config = self.config
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {**config.stack_options(), **config.attention_options, **placed}
+        options = {name: value for name, value in options.items() if name not in _NOT_OF_LAYERS}
+        cross_attention = getattr(config, "cross_attention", None)
+        if self._layer_class is DilatedTransformerDecoderLayer:
+            options["cross_attention"] = cross_attention
+        if config.gamma_init is None:
+            # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
+            gain = magneto_gamma(0 if cross_attention is None else 1, num_layers, is_decoder=True)
+            options["gamma_init"] = gain if config.sub_layer_norm else 1.0
+        self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
+        rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
+        self.layers = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
+        self.layer_norm: nn.LayerNorm | None = None
+        if config.normalize_output:
+            self.layer_norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed)
+
+    def reset_parameters(self) -> None:
+        """Initialises all layers, as after `.to_empty()`."""
+        for layer in self._typed_layers():
+            layer.reset_parameters()
+        if self.layer_norm is not None:
+            self.layer_norm.reset_parameters()
+
+    def make_caches(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[DilatedKVCache]:
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
+        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
+        return self._typed_layers()[0].self_attn.is_sharded
+
+    def _typed_layers(self) -> list[DilatedTransformerEncoderLayer]:
+        return [each for each in self.layers if isinstance(each, DilatedTransformerEncoderLayer)]
+
+    def _run(
+        self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache] | None, return_all: bool
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Applies layer by layer, each with the arguments `call` and its cache, then the final norm."""
+        check_embedded("x", x, self.d_model, "(b, n, d_model)")
+        check_flags(return_all=return_all)
+        if caches is not None:
+            self._check_cached(x, call, caches)
+        recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
+        states = [x]
+        for index, layer in enumerate(self.layers):
+            if recompute and caches is None:
+                x = checkpoint(layer, x, **call, use_reentrant=False)
+            else:
+                x = layer(x, **call, cache=None if caches is None else caches[index])
+            if return_all:
+                states.append(x)
+        out = x if self.layer_norm is None else self.layer_norm(x)
+        return (out, states) if return_all else out
+
+    def _check_cached(self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step.
+
+        What is wrong with other arguments the first layer finds before its cache takes a token.
+        """
+        check_caches(caches, len(self.layers))
+        given = [each for each in (x, *call.values()) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
+            raise ValueError(
+                "a stack with caches has no gradient: call it under torch.no_grad() or "
+                "torch.inference_mode(), got inputs or weights that require one"
+            )
+        for layer, cache in zip(self._typed_layers(), caches, strict=True):
+            layer.self_attn.check_call(x, is_causal=True, cache=cache)
+        check_in_step(caches)
+
+
+class LongNetEncoder(LongNetStack):
+    """Encoder layers and a final norm over (b, n, d_model); loads state dicts of torchscale's encoder layers.
+
+    Args:
+        d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
+        dropout, layer_norm_eps, sub_layer_norm: see `DilatedTransformerEncoderLayer`.
+        drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
+        normalize_output: end with `layer_norm`.
+        gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
+            stack; 1 without sub_layer_norm.
+        checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
+            layer once more; in training only.
+        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths and dilation_rates,
+            position_encoding, num_kv_heads and kind; what is no field goes to the attention modules, such as
+            head_offsets="blocked" or tail="phantom". What these do not know is refused.
+
+    It embeds nothing: tokens, tiles and their absolute positions are the caller's.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        return_all: bool = False,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) -> (b, n, d_model).
+
+        Args:
+            key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only.
+            return_all: also return the list of input and outputs of all layers, before the final norm.
+            caches: from `make_caches`: x holds the next n tokens of each row. Needs is_causal=True and no
+                gradients.
+            lengths: (b,) ints, how many of the n tokens of each row are real, with caches only.
+        """
+        call = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)
+
+
+class LongNetDecoder(LongNetStack):
+    """Decoder layers and a final norm over (b, n, d_model), causal; loads those of torchscale's decoder.
+
+    Args:
+        cross_attention: "dense", "dilated" or None; see `DilatedTransformerDecoderLayer`.
+        gamma_init: by default `magneto_gamma` of a decoder, with cross attention of one behind an encoder.
+        The others are those of `LongNetEncoder`.
+    """
+
+    config_class = LongNetDecoderConfig
+    _layer_class = DilatedTransformerDecoderLayer
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        is_causal: bool = True,
+        *,
+        return_all: bool = False,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
+
+        Args:
+            memory: needed unless cross_attention is None; m == n with "dilated".
+            key_padding_mask, memory_key_padding_mask: (b, n) and (b, m) bool, True where a key is ignored.
+            is_causal: False attends in both directions.
+            return_all, caches, lengths: as in `LongNetEncoder.forward`.
+        """
+        masks = {"tgt_key_padding_mask": key_padding_mask, "memory_key_padding_mask": memory_key_padding_mask}
+        call = {"memory": memory, **masks, "tgt_is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)
 
 
 class LongNet(PretrainedModel):
@@ -50,14 +243,14 @@ class LongNet(PretrainedModel):
     ) -> None:
         super().__init__()
         layers = (num_encoder_layers, num_decoder_layers)
-        sizes = {"d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
-        depths = {"num_encoder_layers": layers[0], "num_decoder_layers": layers[1]}
-        self.config = config = LongNetConfig.of(**sizes, **depths, **settings)
-        options = {**config.stack_options(), "device": device, "dtype": dtype}
+        settings |= {"num_encoder_layers": layers[0], "num_decoder_layers": layers[1]}
+        settings |= {"d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
+        self.config = config = LongNetConfig.of(**settings)
         gammas = [config.gamma_init] * 2
         if config.gamma_init is None and config.sub_layer_norm:
             # Encoders of an encoder-decoder have a gain of their own.
             gammas = [magneto_gamma(*layers, is_decoder=is_decoder) for is_decoder in (False, True)]
+        options = {**config.stack_options(), "device": device, "dtype": dtype}
         self.encoder = LongNetEncoder(num_layers=layers[0], **{**options, "gamma_init": gammas[0]})
         options |= {"gamma_init": gammas[1], "cross_attention": config.cross_attention}
         self.decoder = LongNetDecoder(num_layers=layers[1], **options)
@@ -85,17 +278,10 @@ class LongNet(PretrainedModel):
         memory = self.encoder(src, src_key_padding_mask, src_is_causal)
         if memory_key_padding_mask is None:
             memory_key_padding_mask = src_key_padding_mask
-        if tgt is None:
-            tgt = src
-            if tgt_key_padding_mask is None:
-                tgt_key_padding_mask = src_key_padding_mask
-        out: Tensor = self.decoder(
-            tgt,
-            memory,
-            key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            is_causal=tgt_is_causal,
-        )
+        if tgt is None and tgt_key_padding_mask is None:
+            tgt_key_padding_mask = src_key_padding_mask
+        masks = (tgt_key_padding_mask, memory_key_padding_mask)
+        out: Tensor = self.decoder(src if tgt is None else tgt, memory, *masks, tgt_is_causal)
         return out
 
     def reset_parameters(self) -> None:
@@ -134,25 +320,24 @@ class LongNetLM(PretrainedModel):
         **settings: Any,
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
-        self.config = config = LongNetLMConfig.of(**settings, **sizes)
+        settings |= {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config = config = LongNetLMConfig.of(**settings)
         check_device(device)
         check_float_dtype("dtype", dtype)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embed_tokens = nn.Embedding(vocab_size, d_model, **made)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embed_tokens = nn.Embedding(vocab_size, d_model, **placed)
         self.embed_dropout = nn.Dropout(config.dropout)
-        options = {**config.stack_options(), **made}
+        options = {**config.stack_options(), **placed}
         self.decoder = LongNetDecoder(num_layers=num_layers, cross_attention=None, **options)
         self.output_projection: nn.Linear | None = None
         if not config.tie_embeddings:
-            self.output_projection = nn.Linear(d_model, vocab_size, bias=False, **made)
+            self.output_projection = nn.Linear(d_model, vocab_size, bias=False, **placed)
         self._initialise_tokens()
 
     def _initialise_tokens(self) -> None:
-        deviation = self.config.d_model**-0.5
-        nn.init.normal_(self.embed_tokens.weight, std=deviation)
-        if self.output_projection is not None:
-            nn.init.normal_(self.output_projection.weight, std=deviation)
+        for part in (self.embed_tokens, self.output_projection):
+            if part is not None:
+                nn.init.normal_(part.weight, std=self.config.d_model**-0.5)
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
@@ -189,9 +374,7 @@ class LongNetLM(PretrainedModel):
         """What `forward` computes before `logits`, (b, n, d_model)."""
         self.check_tokens(tokens)
         x = self.embed_dropout(self.embed_tokens(tokens) * math.sqrt(self.config.d_model))
-        out: Tensor = self.decoder(
-            x, key_padding_mask=key_padding_mask, is_causal=True, caches=caches, lengths=lengths
-        )
+        out: Tensor = self.decoder(x, None, key_padding_mask, caches=caches, lengths=lengths)
         return out
 
     def logits(self, features: Tensor) -> Tensor:
@@ -234,15 +417,8 @@ class LongNetLM(PretrainedModel):
         several threads may generate, and one may train. The memory and the time of a token are bounded by the
         segments, however long the text.
         """
-        generation = Generation(
-            self,
-            prompt,
-            max_new_tokens,
-            Sampling(do_sample, temperature, top_k, top_p, seed),
-            lengths=lengths,
-            stop_tokens=stop_tokens,
-            prefill_chunk=prefill_chunk,
-        )
+        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
+        generation = Generation(self, prompt, max_new_tokens, sampling, lengths, stop_tokens, prefill_chunk)
         new = []
         for tokens in generation:
             new.append(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -89,20 +89,19 @@ class PretrainedModel(nn.Module):
                     f"a model's folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got no {path / name}"
                 )
         config = cls.config_class.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        state = read_tensors(path / WEIGHTS_FILE, device=device)
+        weights = path / WEIGHTS_FILE
+        state = read_tensors(weights, device=device)
         arguments = {**cls._arguments(config), **options}
-        _check_depth(arguments, len(state), source=str(path / WEIGHTS_FILE))
+        # Many more layers than the file can hold are refused before they are built; few are named one by one.
+        for name in ("num_layers", "num_encoder_layers", "num_decoder_layers", "depth"):
+            layers = arguments.get(name)
+            if isinstance(layers, int) and layers > max(100, len(state)):
+                raise ValueError(
+                    f"{weights} must hold {layers} layers ({name}), got {len(state)} tensors in all"
+                )
         model = cls(**arguments, device="meta")
-        assign_tensors(model, state, dtype=dtype, source=str(path / WEIGHTS_FILE))
+        assign_tensors(model, state, dtype=dtype, source=str(weights))
         return model.eval()
-
-
-def _check_depth(arguments: Mapping[str, Any], num_tensors: int, *, source: str) -> None:
-    """Raises for many more layers than the file can hold, before they are built; few are named one by one."""
-    for name in ("num_layers", "num_encoder_layers", "num_decoder_layers", "depth"):
-        layers = arguments.get(name)
-        if isinstance(layers, int) and layers > max(100, num_tensors):
-            raise ValueError(f"{source} must hold {layers} layers ({name}), got {num_tensors} tensors in all")
 
 
 def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: str | None = None) -> Path:
@@ -142,10 +141,7 @@ def assign_tensors(
         if isinstance(module, MultiheadModule):
             module.regroup(state, f"{path}." if path else "")
     check_fit(model.state_dict(), state, copies=False, source=source)
-    fitting = {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
+    fitting = {name: x.to(dtype or x.dtype) if x.is_floating_point() else x for name, x in state.items()}
     model.load_state_dict(fitting, strict=True, assign=True)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
