@@ -19,13 +19,7 @@ from ..modules.longnet import LongNetEncoder
 from ..modules.longnet_config import StackConfig
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
-from .checkpoints import (
-    check_torchscale_pattern,
-    plain_names,
-    read_checkpoint,
-    split_torchscale_state,
-    unwrap_state,
-)
+from .torchscale import plain_names, read_checkpoint, split_torchscale_state, unwrap_state
 
 GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
@@ -93,10 +87,10 @@ class LongNetViT(PretrainedModel):
         global_pool: embed a slide by the mean of its tiles instead of the class token.
         segment_lengths, dilation_rates: of the attention; by default those of `gigapath_segment_lengths`.
         dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
-        options: further settings of `LongNetViTConfig`, such as `checkpoint_activations=True`, and of
-            `DilatedAttention`. `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs
-            them. `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix
-            branches as constants; by default gradients are the true ones.
+        settings: the other fields of `LongNetViTConfig`, and options of `DilatedAttention`, of which
+            `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs them.
+            `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix branches
+            as constants; by default gradients are the true ones.
     """
 
     config_class = LongNetViTConfig
@@ -244,9 +238,8 @@ class LongNetViT(PretrainedModel):
 
     def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
         states = self._states(x, coords, all_layers)
-        if self.config.global_pool:
-            return [self.norm(state[:, 1:].mean(1)) for state in states]
-        return [self.norm(state[:, 0]) for state in states]
+        pooled = (state[:, 1:].mean(1) if self.config.global_pool else state[:, 0] for state in states)
+        return [self.norm(each) for each in pooled]
 
     def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
         config, cls_token = self.config, self.cls_token
@@ -258,14 +251,12 @@ class LongNetViT(PretrainedModel):
         cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
         tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
         tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
-        if all_layers:
-            states: list[Tensor] = self.encoder(self.dropout(tokens), return_all=True)[1]
-            return states
-        return [self.encoder(self.dropout(tokens))]
+        out = self.encoder(self.dropout(tokens), return_all=all_layers)
+        states: list[Tensor] = out[1] if all_layers else [out]
+        return states
 
     def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
-        given = {"x": x, "coords": coords, "padding_mask": padding_mask}
-        for name, tensor in given.items():
+        for name, tensor in {"x": x, "coords": coords, "padding_mask": padding_mask}.items():
             if tensor is None and name == "padding_mask":
                 continue
             if not isinstance(tensor, Tensor):
@@ -275,24 +266,24 @@ class LongNetViT(PretrainedModel):
                 raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
         if not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
-        in_chans = self.config.in_chans
-        if x.dim() != 3 or x.shape[2] != in_chans or not x.shape[0] or not x.shape[1]:
+        in_chans, shape = self.config.in_chans, tuple(x.shape)
+        if len(shape) != 3 or shape[2] != in_chans or 0 in shape:
             rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
-            raise ValueError(f"{rule}, got {tuple(x.shape)}")
-        if coords.shape != (*x.shape[:2], 2):
-            shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"{rule}, got {shape}")
+        if coords.shape != (*shape[:2], 2):
+            shapes = f"{tuple(coords.shape)} for x {shape}"
             raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            rule = "padding_mask must be a bool tensor, True where there is no tile"
+            raise TypeError(f"{rule}, got {padding_mask.dtype}")
+        if padding_mask is not None and padding_mask.shape != shape[:2]:
+            shapes = f"{tuple(padding_mask.shape)} for x {shape}"
+            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
         if self.encoder.is_sharded:
             raise ValueError(
                 "each process must have whole slides, which start with a class token, got attention over a "
                 "sequence that several processes share"
             )
-        if padding_mask is not None and padding_mask.dtype != torch.bool:
-            rule = "padding_mask must be a bool tensor, True where there is no tile"
-            raise TypeError(f"{rule}, got {padding_mask.dtype}")
-        if padding_mask is not None and padding_mask.shape != x.shape[:2]:
-            shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
-            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
 
 
 def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
@@ -357,16 +348,11 @@ def load_gigapath_state(
 def split_slide_state(
     model: LongNetViT, named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks itself.
-
-    The layers have torchscale's names, and may have its refusals.
-    """
-    check_torchscale_pattern(model.encoder, is_causal=False)
+    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks."""
     inside, outside = plain_names(named, "encoder.")
     layers, constants = split_torchscale_state(model.encoder, inside)
-    state = {name: named[name] for name in outside if name != "pos_embed"}
-    state |= {f"encoder.{name}": tensor for name, tensor in layers.items()}
-    table = [name for name in outside if name == "pos_embed"]
+    state = {name: named[name] for name in outside} | {f"encoder.{name}": x for name, x in layers.items()}
+    table = () if state.pop("pos_embed", None) is None else ("pos_embed",)
     return state, (*table, *(f"encoder.{name}" for name in constants))
 
 
@@ -378,6 +364,5 @@ def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
             raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
     embed_dim, in_chans = state["patch_embed.proj.weight"].shape
     layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
-    dim_feedforward = len(state["encoder.layers.0.ffn.fc1.weight"])
     sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
-    return {**sizes, "dim_feedforward": dim_feedforward}
+    return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}

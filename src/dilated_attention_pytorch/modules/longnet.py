@@ -106,7 +106,7 @@ class LongNetStack(PretrainedModel):
         if caches is not None:
             self._check_cached(x, call, caches)
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        states = [x]
+        states = [x] if return_all else []
         for index, layer in enumerate(self.layers):
             if recompute and caches is None:
                 x = checkpoint(layer, x, **call, use_reentrant=False)
