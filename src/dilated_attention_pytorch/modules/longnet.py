@@ -32,10 +32,7 @@ _NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations"
 
 
 class LongNetStack(PretrainedModel):
-    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common.
-
-    `config` holds the settings; a stack can be saved where they are plain data.
-    """
+    """Layers, one after the other, and a final norm. It can be saved where its settings are plain data."""
 
     config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
     _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
@@ -118,10 +115,7 @@ class LongNetStack(PretrainedModel):
         return (out, states) if return_all else out
 
     def _check_cached(self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
-        """Raises before any layer runs: caches of which some had taken the tokens would be out of step.
-
-        What is wrong with other arguments the first layer finds before its cache takes a token.
-        """
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step."""
         check_caches(caches, len(self.layers))
         given = [each for each in (x, *call.values()) if isinstance(each, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
@@ -139,16 +133,14 @@ class LongNetEncoder(LongNetStack):
 
     Args:
         d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
-        dropout, layer_norm_eps, sub_layer_norm: see `DilatedTransformerEncoderLayer`.
         drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
         normalize_output: end with `layer_norm`.
-        gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
+        gamma_init: gain of the initial weights, by default `magneto_gamma` of a model that is only this
             stack; 1 without sub_layer_norm.
-        checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
-            layer once more; in training only.
-        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths and dilation_rates,
-            position_encoding, num_kv_heads and kind; what is no field goes to the attention modules, such as
-            head_offsets="blocked" or tail="phantom". What these do not know is refused.
+        checkpoint_activations: in training keep only the inputs of the layers and compute them once more.
+        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths, dilation_rates, dropout
+            and kind; what is no field goes to the attention modules, such as head_offsets="blocked", and is
+            refused if these do not know it.
 
     It embeds nothing: tokens, tiles and their absolute positions are the caller's.
     """
@@ -218,10 +210,8 @@ class LongNet(PretrainedModel):
 
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward: as in `nn.Transformer`.
-        settings: the other fields of `LongNetConfig`, such as segment_lengths, dilation_rates, dropout,
-            position_encoding ("rotary" by default) and cross_attention; what is no field goes to the
-            attention modules, such as head_offsets="blocked". All is plain data, so that it can be saved.
-        device, dtype: of the parameters.
+        settings: the other fields of `LongNetConfig`, such as position_encoding ("rotary" by default) and
+            cross_attention, or of the attention modules, as in `LongNetEncoder`; all is plain data.
 
     It embeds nothing and has no output layer: inputs and results are features. `config` holds the settings.
     """
@@ -294,12 +284,9 @@ class LongNetLM(PretrainedModel):
     """Causal language model of dilated attention: tokens in, logits of the next tokens out.
 
     Args:
-        vocab_size, d_model, nhead, num_layers: sizes.
-        settings: the other fields of `LongNetLMConfig`, such as segment_lengths, dilation_rates, dropout,
-            position_encoding ("rotary" by default), tie_embeddings, pad_token, checkpoint_activations; what
-            is no field goes to the attention modules, such as head_offsets="blocked". All is plain data, so
-            that it can be saved.
-        device, dtype: of the parameters.
+        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default),
+            tie_embeddings and pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain
+            data.
 
     Embeddings are scaled by sqrt(d_model). With tie_embeddings their weights are those of the output as well,
     and stand in the state dict once. `config` holds the settings. There is no largest length.

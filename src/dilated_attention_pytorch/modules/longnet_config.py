@@ -46,9 +46,8 @@ class StackConfig:
 
     The fields are the arguments of those classes. Without segment_lengths and dilation_rates they are those
     that `branches_for` gives for `max_length`, the longest sequence, or the defaults. `attention_options` go
-    to the attention module of each layer, for example `{"head_offsets": "blocked"}`. All values are plain
-    data: numbers, strings, booleans, None, and sequences and mappings of them. Constructing one validates it,
-    apart from values that only an attention module can judge.
+    to the attention module of each layer. All values are plain data: numbers, strings, booleans, None, and
+    sequences and mappings of them. Making one validates it, but for what only an attention module can judge.
     """
 
     model: ClassVar[str]  # the name of the class that these are the settings of

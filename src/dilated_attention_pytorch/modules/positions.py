@@ -94,11 +94,10 @@ class XPos(RotaryEmbedding):
     zeta_i ** ((query position - key position) / scale_base), zeta_i = (2i + 0.4 d) / (1.4 d).
 
     Queries are multiplied by zeta ** (position / scale_base) and keys divided by it, as in torchscale. These
-    factors stay bounded over any length: positions count anew after each common multiple of the segment
-    lengths, which changes no score, for no segment lies in two of its periods. Where a period is so long that
-    the factors would leave the range of the dtype, positions beyond that are refused.
-
-    Made for causal attention: a query that sees keys after it gives them scores that grow with the distance.
+    factors stay bounded: positions count anew after each common multiple of the segment lengths, which
+    changes no score, for no segment lies in two of its periods. Where a period is so long that the factors
+    would leave the range of the dtype, positions beyond that are refused. Made for causal attention: scores
+    of keys after the query grow with the distance.
 
     Args:
         head_dim, base: as in `RotaryEmbedding`.

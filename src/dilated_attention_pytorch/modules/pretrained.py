@@ -72,15 +72,13 @@ class PretrainedModel(nn.Module):
         revision: str | None = None,
         **options: Any,
     ) -> _Model:
-        """The model that `save_pretrained` wrote into `folder`, in evaluation mode.
+        """The model that `save_pretrained` wrote into `folder`, in evaluation mode. Needs safetensors.
 
-        `folder` may also be the id "owner/name" of a repository on the Hugging Face Hub that holds the two
-        files, at `revision`: with the package huggingface_hub they are downloaded, unless there is such a
-        folder. `options` are arguments of the class that differ from those saved, such as `dropout=0.1`, or
-        `kind="improved"`, whose projections are joined. The weights have the dtype of the file, or `dtype`.
-        No second copy of them is made: the model is built without memory and takes the tensors of the file.
-        Keys that are missing, unexpected or of another shape are an error that names them. Needs the package
-        safetensors.
+        Where there is no such folder, "owner/name" is a repository on the Hugging Face Hub, from which
+        huggingface_hub downloads the files, at `revision`. `options` are arguments of the class that differ
+        from those saved, such as `dropout=0.1`, or `kind="improved"`, whose projections are joined. The
+        weights have the dtype of the file, or `dtype`; no second copy of them is made. Keys that are missing,
+        unexpected or of another shape are an error that names them.
         """
         path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE), revision)
         for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -26,13 +26,12 @@ class Sampling:
 
     Args:
         do_sample: draw at random; if False the likeliest token is taken, and no other option may be given.
-        temperature: positive; logits are divided by it, so that less than 1 sharpens the distribution.
+        temperature: divides the logits, so that less than 1 sharpens the distribution.
         top_k: only the k likeliest tokens may be drawn.
-        top_p: above 0 and at most 1; only the fewest likeliest tokens whose probabilities, after temperature
-            and top_k, sum to at least p may be drawn.
-        seed: an integer, which each row joins with its index (see `row_seeds`), or one for each row, taken as
-            they are. What a row draws depends on its own logits and seed alone, not on the other rows of the
-            batch. None takes a seed from torch's global generator.
+        top_p: only the fewest likeliest tokens whose probabilities, after temperature and top_k, sum to at
+            least p may be drawn.
+        seed: an integer, which each row joins with its index (see `row_seeds`), or one for each row, so that
+            a row draws the same whatever its neighbours. None takes one from torch's global generator.
     """
 
     do_sample: bool = False

@@ -38,7 +38,7 @@ def magneto_gamma(num_encoder_layers: int, num_decoder_layers: int, *, is_decode
     """The gain of v_proj, out_proj, fc1 and fc2 that keeps the updates of deep models bounded.
 
     For N encoder and M decoder layers: sqrt(log(2 N)) or sqrt(log(2 M)) where there is only one of them;
-    else sqrt(log(3 M)) in the decoder and sqrt(log(3 M) log(2 N) / 3) in the encoder. See arXiv:2210.06423.
+    else sqrt(log(3 M)) in the decoder and sqrt(log(3 M) log(2 N) / 3) in the encoder.
     """
     check_count("num_encoder_layers", num_encoder_layers)
     check_count("num_decoder_layers", num_decoder_layers)
