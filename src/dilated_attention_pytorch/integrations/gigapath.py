@@ -29,10 +29,8 @@ _Model = TypeVar("_Model", bound="LongNetViT")
 
 
 def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
-    """Five lengths from 1024 up to all tiles of a square slide of `max_wsi_size` pixels, in equal ratios.
-
-    The powers of two 10 .. e in five equal steps, cut to integers, where 2 ** e is the largest power of two
-    that is not more than the number of tiles.
+    """Five lengths in equal ratios, cut to integers, from 1024 to the largest power of two that is not more
+    than the tiles of a square slide of `max_wsi_size` pixels.
     """
     check_positive_int("max_wsi_size", max_wsi_size)
     check_positive_int("tile_size", tile_size)
@@ -82,11 +80,9 @@ class LongNetViT(PretrainedModel):
         embed_dim, depth, nhead: width, layers and heads of the encoder; embed_dim is a multiple of 4.
         dim_feedforward: hidden features of each layer, 4 * embed_dim by default.
         slide_ngrids, tile_size: a slide is a grid of slide_ngrids x slide_ngrids tiles of tile_size pixels.
-        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives
-            segment_lengths; so either the one or the other.
+        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives segment_lengths
+            by `gigapath_segment_lengths`; so either the one or the other.
         global_pool: embed a slide by the mean of its tiles instead of the class token.
-        segment_lengths, dilation_rates: of the attention; by default those of `gigapath_segment_lengths`.
-        dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
         settings: the other fields of `LongNetViTConfig`, and options of `DilatedAttention`, of which
             `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs them.
             `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix branches
@@ -157,13 +153,11 @@ class LongNetViT(PretrainedModel):
 
         Args:
             x: embeddings of tiles, floating point, converted to the dtype of the weights.
-            coords: pixels of a corner of each tile, integers, float32 or float64; the cell of a tile is
-                floor(coords / tile_size), which must lie on the grid.
+            coords: pixels of a corner of each tile, integers, float32 or float64, in a cell of the grid.
             all_layer_embed: return the embeddings of the encoder's input and of all depth layers. These are
                 taken before the encoder's last norm, as in Prov-GigaPath: the last is not that of False.
             padding_mask: (b, n) bool, True where there is no tile. What is there is not read, so each slide
-                has the embedding that it has alone: slides of one number of tiles run together, the others
-                one after the other.
+                has the embedding that it has alone; only slides of one number of tiles run together.
         """
         self._check(x, coords, padding_mask)
         check_flags(all_layer_embed=all_layer_embed)
@@ -208,16 +202,11 @@ class LongNetViT(PretrainedModel):
     ) -> _Model:
         """The model of a folder or file, in evaluation mode.
 
-        Args:
-            folder: a folder of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and
-                no settings, a folder that holds slide_encoder.pth, or a file: .safetensors, or of torch.save
-                with a state dict, also under "model". Or the id "owner/name" of a repository on the Hugging
-                Face Hub with such files, at `revision`, where there is no such folder.
-            device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
-            options: arguments of the class that differ from those saved, such as `global_pool=True`. Without
-                settings the sizes are read from the weights, but for the number of heads (16 unless given).
-
-        Keys that are missing, unexpected or of another shape are an error that names them.
+        `folder` is one of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and no
+        settings, one that holds slide_encoder.pth, or a file: .safetensors, or of torch.save with a state
+        dict, also under "model". Without settings the sizes are read from the weights, but for the number of
+        heads (16 unless given). Repositories of the Hub, `device`, `dtype`, `revision` and `options` are as
+        in the other models.
         """
         path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE, GIGAPATH_FILE), revision)
         if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
@@ -289,8 +278,7 @@ class LongNetViT(PretrainedModel):
 def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
     """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
 
-    Coordinates are integers, float32 or float64. A cell outside the grid of slide_ngrids x slide_ngrids is an
-    error; a table of positions that is read by a flat index would give the embedding of another cell.
+    A cell outside the grid is an error; a table that is read by a flat index would give another cell's row.
     """
     if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
         coords = coords.long()  # narrow integers have no room for tile_size
@@ -311,8 +299,7 @@ def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.d
     """Embeddings (..., width) of cells (..., 2): of the second coordinate in one half, then of the first.
 
     A half holds the sines, then the cosines of the coordinate at width / 4 frequencies from 1 down towards
-    1 / 10000. The rows of the table (1 + slide_ngrids ** 2, width) of Prov-GigaPath, which takes 3 GB at its
-    sizes, are put together from one axis of the grid. Its row 0, of the class token, is zero.
+    1 / 10000: rows of Prov-GigaPath's table, which takes 3 GB, from one axis of the grid.
     """
     quarter = width // 4
     # On the CPU: not every device has float64, in which the angles keep their precision.
@@ -327,15 +314,9 @@ def load_gigapath_state(
 ) -> LoadReport:
     """Copies the weights of a Prov-GigaPath slide encoder into `model`, and reports on the names.
 
-    Args:
-        state: a state dict with Prov-GigaPath's names, or what its file slide_encoder.pth holds: a dict with
-            the state dict under "model".
-        prefix: what the names start with, "slide_encoder." in a classifier of its fine-tuning code. Names
-            that start otherwise are reported as outside.
-        strict: missing and unexpected names are an error, which states them. Other shapes always are.
-
-    Nothing is copied unless everything fits. The table `pos_embed`, which is computed here, is dropped.
-    `LongNetViT.from_pretrained` reads the file itself, and builds the model by the sizes of the weights.
+    `state` is a state dict with Prov-GigaPath's names, or a dict that holds one under "model", as its file
+    does. `prefix` and `strict` are those of `load_torchscale_state`; in a classifier of its fine-tuning code
+    names start with "slide_encoder.". The table `pos_embed`, which is computed here, is dropped.
     """
     if not isinstance(model, LongNetViT):
         raise TypeError(f"model must be a LongNetViT, got {type(model).__name__}")

@@ -214,16 +214,15 @@ def load_torchscale_state(
     Args:
         module: made with `head_offsets="blocked"`, and an encoder with `tail="phantom"`: what the weights
             were trained with. `encoder_from_torchscale` and `decoder_from_torchscale` make one from a config.
-        state: a state dict with torchscale's names. The names of DDP, FSDP, fairscale and compile wrappers
-            are seen through.
+        state: a state dict with torchscale's names, also with those of DDP, FSDP, fairscale and compile.
         prefix: what the names of this module start with, such as "encoder.". Others are reported as outside.
-        ignore: beginnings of names (after the prefix) that are not wanted here, such as "embed_tokens." and
-            "output_projection.": this module takes and gives embeddings. They are reported as outside too.
+        ignore: beginnings of names (after the prefix) that are not wanted here, such as "embed_tokens.". They
+            are reported as outside too.
         strict: missing and unexpected names are an error, which states them. Other shapes always are.
 
     Nothing is copied unless everything fits. Constants (`xpos.scale`) are checked and dropped. Relative
     position biases, mixtures of experts and multiway layers are refused. A state dict does not tell the
-    number of heads, segments, rates, or whether it was trained with DeepNorm: that is the config's business.
+    number of heads, segments, rates, or whether it was trained with DeepNorm: see its config.
     """
     if not isinstance(module, (LongNetEncoder, LongNetDecoder)):
         raise TypeError(f"module must be a LongNetEncoder or a LongNetDecoder, got {type(module).__name__}")
