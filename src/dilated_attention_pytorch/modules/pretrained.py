@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checks import check_float_dtype
 from .longnet_config import StackConfig
-from .multihead_module import MultiheadModule
+from .multihead import MultiheadModule
 from .state_dicts import check_fit, read_tensors, replacing, write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
