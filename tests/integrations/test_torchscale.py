@@ -17,7 +17,7 @@ from dilated_attention_pytorch.integrations.torchscale import (
     load_torchscale_state,
     torchscale_settings,
 )
-from dilated_attention_pytorch.modules.longnet import LongNetDecoder, LongNetEncoder
+from dilated_attention_pytorch.modules import LongNetDecoder, LongNetEncoder
 from integrations.transcription import Settings, State, layer_shapes, random_state, stack
 from support.configurations import segment_and_rate
 

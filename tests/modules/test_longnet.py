@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention_pytorch import shard_sequence
-from dilated_attention_pytorch.modules.longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
-from dilated_attention_pytorch.modules.transformer import magneto_gamma
+from dilated_attention_pytorch.modules import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
+from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
 from dilated_attention_pytorch.modules.transformer import (
     ACTIVATIONS,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
     DropPath,
     FeedForward,
-    magneto_gamma,
 )
 from dilated_attention_pytorch.ring import shard_sequence, unshard_sequence
 from support.ranks import run_ranks

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_flags, check_float_dtype, check_positive_int
 from ..modules.call_checks import explain_mismatch
-from ..modules.longnet import LongNetEncoder
 from ..modules.longnet_config import StackConfig
+from ..modules.longnet_stack import LongNetEncoder
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
+from ..modules.transformer import Device, Dtype
 from .torchscale import plain_names, read_checkpoint, split_torchscale_state, unwrap_state
 
 GIGAPATH_FILE = "slide_encoder.pth"
@@ -99,8 +100,8 @@ class LongNetViT(PretrainedModel):
         nhead: int = 16,
         *,
         max_wsi_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -143,11 +144,7 @@ class LongNetViT(PretrainedModel):
         self.norm.reset_parameters()
 
     def forward(
-        self,
-        x: Tensor,
-        coords: Tensor,
-        all_layer_embed: bool = False,
-        padding_mask: Tensor | None = None,
+        self, x: Tensor, coords: Tensor, all_layer_embed: bool = False, padding_mask: Tensor | None = None
     ) -> list[Tensor]:
         """Tiles (b, n, in_chans) at coords (b, n, 2) -> [embedding (b, embed_dim)] of each slide.
 
@@ -195,8 +192,8 @@ class LongNetViT(PretrainedModel):
         cls: type[_Model],
         folder: str | os.PathLike[str],
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         revision: str | None = None,
         **options: Any,
     ) -> _Model:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checks import check_flags, one_of, parse_json
 from ..modules.attention import DilatedAttention
-from ..modules.longnet import LongNetDecoder, LongNetEncoder
+from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
 from ..modules.multihead import MultiheadModule
 from ..modules.positions import XPos
 from ..modules.state_dicts import (

@@ -4,8 +4,9 @@ from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .dense import DenseAttention
-from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
+from .longnet import LongNet, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
+from .longnet_stack import LongNetDecoder, LongNetEncoder, magneto_gamma
 from .multihead import (
     MULTIHEAD_KINDS,
     BlockSparseMultiheadDilatedAttention,
@@ -22,7 +23,6 @@ from .transformer import (
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
     FeedForward,
-    magneto_gamma,
 )
 
 __all__ = [

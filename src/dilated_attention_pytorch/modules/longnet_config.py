@@ -84,16 +84,16 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
-        for each in fields(self):
+        for each in fields(self):  # the annotations are strings here; a subclass may have them as types
             name, value = each.name, getattr(self, each.name)
-            if each.type == "int" or (name == "num_kv_heads" and value is not None):
+            if each.type in ("int", int) or (name == "num_kv_heads" and value is not None):
                 check_positive_int(name, value, bits=28)  # weights are counted in 64 bits
-            elif each.type == "bool":
+            elif each.type in ("bool", bool):
                 check_flags(**{name: value})
             elif name in _PROBABILITIES:
                 check_probabilities(**{name: value})
                 set_field(self, name, float(value))
-            elif name in _CHOICES and not (value is None and "None" in each.type):
+            elif name in _CHOICES and not (value is None and "None" in str(each.type)):
                 one_of(name, value, _CHOICES[name])
         if self.d_model % self.nhead:
             raise ValueError(f"d_model must be a multiple of nhead, got {self.d_model} and {self.nhead}")

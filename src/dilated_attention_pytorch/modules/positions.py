@@ -66,6 +66,14 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) integers -> q and k, encoded."""
+        *_, cos, sin = self._turns(q, k, positions)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def check_given(self, positions: Tensor, own: Tensor) -> None:
+        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
+
+    def _turns(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positions as int64, the even features, and of every angle cosine and sine, (b, n, 1, d / 2)."""
         for name, x in (("q", q), ("k", k)):
             if x.dim() != 4 or x.shape[3] != self.head_dim:
                 rule = f"{name} must have the shape (b, n, h, d) with d {self.head_dim}"
@@ -75,15 +83,7 @@ class RotaryEmbedding(nn.Module):
         positions = positions.to("cpu" if positions.device.type == "mps" else positions.device, torch.int64)
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
         angles = positions.double()[..., None, None] * self.base ** -(pairs / self.head_dim)
-        cos, sin, factor = angles.cos(), angles.sin(), self._factors(positions, pairs, q.dtype)
-        return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
-
-    def check_given(self, positions: Tensor, own: Tensor) -> None:
-        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
-
-    def _factors(self, positions: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor | float:
-        """Of queries, float64 (n, 1, d / 2) or (b, n, 1, d / 2); keys are divided by them."""
-        return 1.0
+        return positions, pairs, angles.cos(), angles.sin()
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"
@@ -120,6 +120,12 @@ class XPos(RotaryEmbedding):
             period = math.lcm(*whole_numbers("segment_lengths", segment_lengths, None, 2**62 - 1, least=1))
         self.period = None if period is None or period >= 2**62 else period  # or no position reaches it
 
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `RotaryEmbedding.forward`, and scaled."""
+        positions, pairs, cos, sin = self._turns(q, k, positions)
+        factor = self._factors(positions, pairs, q.dtype)
+        return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
+
     def check_given(self, positions: Tensor, own: Tensor) -> None:
         if self.period is None:
             return
@@ -137,6 +143,7 @@ class XPos(RotaryEmbedding):
         return int(2 * exponent * self.scale_base)
 
     def _factors(self, positions: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of queries, float64 (n, 1, d / 2) or (b, n, 1, d / 2); keys are divided by them."""
         reach = self.reach(dtype)
         local = positions if self.period is None else positions % self.period
         if self.period is None or self.period > reach:

@@ -8,13 +8,13 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..checks import check_float_dtype
 from .longnet_config import StackConfig
 from .multihead import MultiheadModule
 from .state_dicts import check_fit, read_tensors, replacing, write_tensors
+from .transformer import Device, Dtype
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.pth)(?<!\.safetensors)")  # owner/name, not a file of ours
@@ -29,11 +29,7 @@ class PretrainedModel(nn.Module):
 
     @classmethod
     def from_config(
-        cls: type[_Model],
-        config: StackConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        cls: type[_Model], config: StackConfig, *, device: Device = None, dtype: Dtype = None
     ) -> _Model:
         """A new model with the settings `config` and initial weights."""
         if not isinstance(config, cls.config_class):
@@ -67,8 +63,8 @@ class PretrainedModel(nn.Module):
         cls: type[_Model],
         folder: str | os.PathLike[str],
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         revision: str | None = None,
         **options: Any,
     ) -> _Model:
@@ -123,11 +119,7 @@ def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: 
 
 
 def assign_tensors(
-    model: nn.Module,
-    state: MutableMapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    source: str = "the state",
+    model: nn.Module, state: MutableMapping[str, Tensor], *, dtype: Dtype = None, source: str = "the state"
 ) -> None:
     """Makes the tensors of `state` the parameters and buffers of `model`, whose own may be without memory.
 

@@ -5,7 +5,6 @@ Attributes have the names of torchscale, so that its state dicts load as they ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import (
-    check_count,
     check_device,
     check_flags,
     check_float_dtype,
@@ -32,24 +30,10 @@ from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttent
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 CROSS_ATTENTIONS = ("dense", "dilated")
-
-
-def magneto_gamma(num_encoder_layers: int, num_decoder_layers: int, *, is_decoder: bool = False) -> float:
-    """The gain of v_proj, out_proj, fc1 and fc2 that keeps the updates of deep models bounded.
-
-    For N encoder and M decoder layers: sqrt(log(2 N)) or sqrt(log(2 M)) where there is only one of them;
-    else sqrt(log(3 M)) in the decoder and sqrt(log(3 M) log(2 N) / 3) in the encoder.
-    """
-    check_count("num_encoder_layers", num_encoder_layers)
-    check_count("num_decoder_layers", num_decoder_layers)
-    check_flags(is_decoder=is_decoder)
-    own = num_decoder_layers if is_decoder else num_encoder_layers
-    if not own:
-        raise ValueError(f"the {'decoder' if is_decoder else 'encoder'} must have layers, got 0")
-    if not num_encoder_layers or not num_decoder_layers:
-        return math.sqrt(math.log(2 * own))
-    decoder = math.log(3 * num_decoder_layers)
-    return math.sqrt(decoder if is_decoder else decoder * math.log(2 * num_encoder_layers) / 3)
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+Mask = Tensor | None
+Lengths = Sequence[int] | Tensor | None
 
 
 class FeedForward(nn.Module):
@@ -74,8 +58,8 @@ class FeedForward(nn.Module):
         layer_norm: bool = True,
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         check_positive_int("d_model", d_model, bits=28)
@@ -175,8 +159,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         gamma_init: float = 1.0,
         kind: str = "standard",
         batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **attention_options: Any,
     ) -> None:
         super().__init__()
@@ -184,12 +168,11 @@ class DilatedTransformerEncoderLayer(nn.Module):
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
         refuse_unknown(type(self).__name__, attention_options, self.option_names(kind))
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
-        shared["layer_norm"] = sub_layer_norm
+        shared = {"layer_norm": sub_layer_norm, "layer_norm_eps": layer_norm_eps, **placed}
+        shared["gamma_init"] = gamma_init
         make: Callable[..., MultiheadDilatedAttention] = MULTIHEAD_KINDS[kind]
-        branches = (segment_lengths, dilation_rates, attention_dropout)
-        options = {"batch_first": batch_first, **shared}
-        self.self_attn = make(d_model, nhead, *branches, **options, **attention_options)
+        how = (segment_lengths, dilation_rates, attention_dropout)
+        self.self_attn = make(d_model, nhead, *how, batch_first=batch_first, **shared, **attention_options)
         self.self_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
         inside: dict[str, Any] = {"activation": activation, "activation_dropout": activation_dropout}
         self.ffn = FeedForward(d_model, dim_feedforward, dropout=dropout, **inside, **shared)
@@ -211,12 +194,12 @@ class DilatedTransformerEncoderLayer(nn.Module):
     def forward(
         self,
         src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
+        src_mask: Mask = None,
+        src_key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        lengths: Lengths = None,
     ) -> Tensor:
         """src (b, n, d_model) -> (b, n, d_model).
 
@@ -250,8 +233,7 @@ class DilatedTransformerEncoderLayer(nn.Module):
 
 
 class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
-    """The encoder layer with attention to a memory between its parts; called like
-    `nn.TransformerDecoderLayer`.
+    """The encoder layer with attention to a memory in between; called like `nn.TransformerDecoderLayer`.
 
     Args:
         cross_attention: "dense" attends to all of a memory of any length, "dilated" in the pattern of the
@@ -302,15 +284,15 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         tgt: Tensor,
         memory: Tensor | None = None,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        tgt_mask: Mask = None,
+        memory_mask: Mask = None,
+        tgt_key_padding_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
         tgt_is_causal: bool = True,
         memory_is_causal: bool = False,
         *,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        lengths: Lengths = None,
     ) -> Tensor:
         """tgt (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
 
