@@ -17,11 +17,14 @@ from dilated_attention_pytorch.integrations.torchscale import (
     load_torchscale_state,
     torchscale_settings,
 )
-from dilated_attention_pytorch.modules.longnet_stack import LongNetDecoder, LongNetEncoder
+from dilated_attention_pytorch.modules import LongNetDecoder, LongNetEncoder
 from integrations.transcription import Settings, State, layer_shapes, random_state, stack
 from support.configurations import segment_and_rate
 
 TOLERANCE = 1e-9
+SCALES = [f"layers.{layer}.self_attn.xpos.scale" for layer in range(2)]
+LIKE_TORCHSCALE: dict[str, Any] = {"dtype": torch.float64, "detach_mixing": True}
+SHAPE: dict[str, Any] = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
 
 
 def config(part: str, heads: int, segments: Any, rates: Any, **more: Any) -> dict[str, Any]:
@@ -94,39 +97,24 @@ def test_causal_decoder_equals_transcription(
 ) -> None:
     state = weights(heads)
     positions = {"xpos_rel_pos": xpos, **({"xpos_scale_base": 64} if xpos else {})}
-    given_state = dict(state)
-    if xpos:
-        given_state |= {
-            f"layers.{layer}.self_attn.xpos.scale": (torch.arange(0, 4, 2) + 1.6) / 5.6 for layer in range(2)
-        }
-    decoder = decoder_from_torchscale(
-        config("decoder", heads, segments, rates, **positions),
-        given_state,
-        dtype=torch.float64,
-        detach_mixing=True,
-    )
+    constants = dict.fromkeys(SCALES, (torch.arange(0, 4, 2) + 1.6) / 5.6) if xpos else {}
+    given_config = config("decoder", heads, segments, rates, **positions)
+    decoder = decoder_from_torchscale(given_config, {**state, **constants}, **LIKE_TORCHSCALE)
     assert_equal(decoder, state, Settings(heads, segments, rates, True, xpos_base=64 if xpos else None), n)
 
 
 def test_decoder_with_cross_attention_equals_transcription() -> None:
-    state = weights(3, cross=True)
-    decoder = decoder_from_torchscale(
-        config("decoder", 3, (16, 40), (1, 4)),
-        state,
-        cross_attention="dense",
-        dtype=torch.float64,
-        detach_mixing=True,
-    )
-    assert_equal(decoder, state, Settings(3, (16, 40), (1, 4), True), 63, m=29)
+    state, branches = weights(3, cross=True), ((16, 40), (1, 4))
+    how = {"cross_attention": "dense", **LIKE_TORCHSCALE}
+    decoder = decoder_from_torchscale(config("decoder", 3, *branches), state, **how)
+    assert_equal(decoder, state, Settings(3, *branches, True), 63, m=29)
 
 
 def test_relu_without_sub_layer_norms_and_with_another_epsilon_equals_transcription() -> None:
-    state = weights(3, norms=False)
+    state, branches = weights(3, norms=False), ((16, 40), (1, 4))
     more = {"subln": False, "activation_fn": "relu", "layernorm_eps": 1e-3}
-    encoder = encoder_from_torchscale(
-        config("encoder", 3, (16, 40), (1, 4), **more), state, dtype=torch.float64, detach_mixing=True
-    )
-    assert_equal(encoder, state, Settings(3, (16, 40), (1, 4), eps=1e-3, activation="relu"), 63)
+    encoder = encoder_from_torchscale(config("encoder", 3, *branches, **more), state, **LIKE_TORCHSCALE)
+    assert_equal(encoder, state, Settings(3, *branches, eps=1e-3, activation="relu"), 63)
 
 
 def test_fused_projections_take_the_separate_ones() -> None:
@@ -161,8 +149,7 @@ def test_any_pattern_equals_transcription(
 
 
 def encoder_of(**options: Any) -> LongNetEncoder:
-    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
-    return LongNetEncoder(12, 3, 2, **{**shape, "head_offsets": "blocked", "tail": "phantom", **options})
+    return LongNetEncoder(12, 3, 2, **{**SHAPE, "head_offsets": "blocked", "tail": "phantom", **options})
 
 
 def test_prefixes_and_wrappers_are_seen_through_and_the_rest_is_reported() -> None:
@@ -245,64 +232,54 @@ def test_a_module_that_attends_otherwise_is_refused(options: dict[str, Any], mes
 
 
 def test_a_decoder_needs_no_phantom_tail_and_xpos_is_checked() -> None:
-    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
-    decoder = LongNetDecoder(12, 3, 2, cross_attention=None, head_offsets="blocked", **shape)
-    state = weights(3)
+    options = {"cross_attention": None, "head_offsets": "blocked", **SHAPE}
+    decoder, turned = (LongNetDecoder(12, 3, 2, **options, position_encoding=x) for x in (None, "xpos"))
+    state, scale = weights(3), SCALES[0]
     assert load_torchscale_state(decoder, state).missing == ()
-    scale = "layers.0.self_attn.xpos.scale"
-    with pytest.raises(ValueError, match=r'needs position_encoding="xpos", got layers\.0'):
-        load_torchscale_state(decoder, {**state, scale: torch.ones(2)})
-    turned = LongNetDecoder(
-        12, 3, 2, cross_attention=None, head_offsets="blocked", position_encoding="xpos", **shape
-    )
-    with pytest.raises(ValueError, match=r"must be \(2,\) for heads of 4 features, got \(3,\)"):
-        load_torchscale_state(turned, {**state, scale: torch.ones(3)})
-    with pytest.raises(ValueError, match=r"must be \(i \+ 0.4 d\) / \(1.4 d\)"):
-        load_torchscale_state(turned, {**state, scale: torch.ones(2)})
+    for module, given_scale, message in (
+        (decoder, torch.ones(2), r'needs position_encoding="xpos", got layers\.0'),
+        (turned, torch.ones(3), r"must be \(2,\) for heads of 4 features, got \(3,\)"),
+        (turned, torch.ones(2), r"must be \(i \+ 0.4 d\) / \(1.4 d\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_torchscale_state(module, {**state, scale: given_scale})
     right = ((torch.arange(0, 4, 2) + 1.6) / 5.6).half()
-    names = [scale, scale.replace("0", "1")]
-    assert load_torchscale_state(turned, {**state, **dict.fromkeys(names, right)}).dropped == tuple(names)
+    assert load_torchscale_state(turned, {**state, **dict.fromkeys(SCALES, right)}).dropped == tuple(SCALES)
 
 
-def test_errors_say_what_a_checkpoint_needs() -> None:
-    state = weights(3)
-    with pytest.raises(ValueError, match=r"names of layers start with 'decoder\.', 'encoder\.': see prefix"):
-        load_torchscale_state(
-            encoder_of(), {p + name: x for name, x in state.items() for p in ("encoder.", "decoder.")}
-        )
-    with pytest.raises(ValueError, match="needs sub_layer_norm=False"):
-        load_torchscale_state(encoder_of(), weights(3, norms=False))
-    with pytest.raises(ValueError, match=r"see ignore for 'embed_tokens\.'"):
-        load_torchscale_state(encoder_of(), {**state, "embed_tokens.weight": torch.zeros(5, 12)})
-    with pytest.raises(ValueError, match="and 20 more"):
-        load_torchscale_state(encoder_of(), random_state(layer_shapes(4, 12, 24)))
+BLOCKS = LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_size": 8}, **SHAPE)
 
 
-def test_arguments_of_other_types_are_errors() -> None:
-    with pytest.raises(TypeError, match="module must be a LongNetEncoder or a LongNetDecoder, got Linear"):
-        load_torchscale_state(torch.nn.Linear(2, 2), weights(3))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="state must be a state dict of tensors, got list"):
-        load_torchscale_state(encoder_of(), [])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="strict must be a bool"):
-        load_torchscale_state(encoder_of(), weights(3), strict="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ignore must be a sequence of strings, got 'embed'"):
-        load_torchscale_state(encoder_of(), weights(3), ignore="embed")
-    with pytest.raises(TypeError, match=r"ignore must be a sequence of strings, got \[5\]"):
-        load_torchscale_state(encoder_of(), weights(3), ignore=[5])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="state must have strings as names, got 5"):
-        load_torchscale_state(encoder_of(), {5: torch.zeros(1)})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="prefix must be a string"):
-        load_torchscale_state(encoder_of(), weights(3), prefix=None)  # type: ignore[arg-type]
-    doubled = {**weights(3), "module.layer_norm.bias": torch.zeros(12)}
-    with pytest.raises(ValueError, match=r"got layer_norm\.bias twice"):
-        load_torchscale_state(encoder_of(), doubled)
-    with pytest.raises(ValueError, match="dilated attention, got a BlockSparse"):
-        load_torchscale_state(encoder_of_blocks(), weights(3))
-
-
-def encoder_of_blocks() -> LongNetEncoder:
-    shape = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
-    return LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_size": 8}, **shape)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"module": torch.nn.Linear(2, 2)}, TypeError, "a LongNetEncoder or a LongNetDecoder, got Linear"),
+        ({"state": []}, TypeError, "state must be a state dict of tensors, got list"),
+        ({"strict": "no"}, TypeError, "strict must be a bool"),
+        ({"ignore": "embed"}, TypeError, "ignore must be a sequence of strings, got 'embed'"),
+        ({"ignore": [5]}, TypeError, r"ignore must be a sequence of strings, got \[5\]"),
+        ({"state": {5: torch.zeros(1)}}, TypeError, "state must have strings as names, got 5"),
+        ({"prefix": None}, TypeError, "prefix must be a string"),
+        ({"more": {"module.layer_norm.bias": torch.zeros(12)}}, ValueError, r"got layer_norm\.bias twice"),
+        ({"more": {"embed_tokens.weight": torch.zeros(5, 12)}}, ValueError, "see ignore for 'embed_tokens"),
+        ({"state": weights(3, norms=False)}, ValueError, "needs sub_layer_norm=False"),
+        ({"state": random_state(layer_shapes(4, 12, 24))}, ValueError, "and 20 more"),
+        (
+            {"state": {p + name: x for name, x in weights(3).items() for p in ("encoder.", "decoder.")}},
+            ValueError,
+            r"names of layers start with 'decoder\.', 'encoder\.': see prefix",
+        ),
+        ({"module": BLOCKS}, ValueError, "dilated attention, got a BlockSparse"),
+    ],
+    ids=lambda value: "",
+)
+def test_errors_say_what_a_checkpoint_needs(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call = {"module": encoder_of(), "state": weights(3), **change}
+    call["state"] = {**call["state"], **more} if (more := call.pop("more", None)) else call["state"]
+    with pytest.raises(error, match=message):
+        load_torchscale_state(**call)
 
 
 def test_settings_are_translated_and_absent_ones_are_those_of_torchscale() -> None:
@@ -310,12 +287,8 @@ def test_settings_are_translated_and_absent_ones_are_those_of_torchscale() -> No
     found = torchscale_settings({**branches, "block_shift": True, "flash_attention": True})
     assert found["segment_lengths"] == (1024, 2048)
     assert found["dilation_rates"] == (1, 2)
-    assert [found[name] for name in ("d_model", "nhead", "dim_feedforward", "num_layers")] == [
-        768,
-        12,
-        3072,
-        12,
-    ]
+    sizes = [found[name] for name in ("d_model", "nhead", "dim_feedforward", "num_layers")]
+    assert sizes == [768, 12, 3072, 12]
     assert found["normalize_output"] is found["sub_layer_norm"] is True
     other = {"decoder_layers": 3, "encoder_layers": 5, "xpos_rel_pos": True, "normalize_output": False}
     decoder = torchscale_settings({**branches, **other}, "decoder")
@@ -340,10 +313,7 @@ def test_settings_are_translated_and_absent_ones_are_those_of_torchscale() -> No
         ({"rel_pos_buckets": 32, "max_rel_pos": "128"}, "max_rel_pos must be an integer, got '128'"),
         ({"subln": False, "encoder_normalize_before": False}, "got encoder_normalize_before=False"),
         ({"dilated_rates": [1]}, r"settings of torchscale's LongNet only, got \['dilated_rates'\]"),
-        (
-            {"segment_length": "__import__('os').getcwd()"},
-            'segment_length must be a list of integers, got "__imp',
-        ),
+        ({"segment_length": "__import__('os').getcwd()"}, 'must be a list of integers, got "__imp'),
         ({"segment_length": None}, "segment_length must be a list of integers, got None"),
         ({"dilated_ratio": [1, 2.5]}, r"dilated_ratio must be a list of integers, got \[1, 2.5\]"),
         ({"dilated_ratio": []}, r"dilated_ratio must be a list of integers, got \[\]"),
@@ -363,16 +333,11 @@ def test_settings_of_another_type_or_part_are_errors() -> None:
         torchscale_settings({5: 1, "vocab_size": 2})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"),
-        *("encoder_normalize_before", "decoder_normalize_before"),
-    ],
-)
-def test_flags_that_are_text_are_errors(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a bool, got 'False'"):
-        torchscale_settings({"segment_length": [8], "dilated_ratio": [1], name: "False"})
+def test_flags_that_are_text_are_errors() -> None:
+    flags = ["subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"]
+    for name in (*flags, "encoder_normalize_before", "decoder_normalize_before"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got 'False'"):
+            torchscale_settings({"segment_length": [8], "dilated_ratio": [1], name: "False"})
 
 
 def test_the_transcription_tells_wrong_formulas_apart() -> None:

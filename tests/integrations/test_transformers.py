@@ -57,21 +57,14 @@ def llama(**options: Any) -> transformers.PreTrainedModel:
 
 
 def qwen3(**options: Any) -> transformers.PreTrainedModel:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**{**TINY, "num_key_value_heads": 2, "head_dim": 12, **options})
-    )
+    sizes = {"num_key_value_heads": 2, "head_dim": 12}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**TINY, **sizes, **options}))
 
 
 def deepseek(**options: Any) -> transformers.PreTrainedModel:
-    sizes = {
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 6,
-    }
-    config = transformers.DeepseekV3Config(**{**TINY, **sizes, "first_k_dense_replace": 2, **options})
-    return transformers.DeepseekV3ForCausalLM(config)
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 6, "first_k_dense_replace": 2}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**TINY, **sizes, **options}))
 
 
 def gpt2(**options: Any) -> transformers.PreTrainedModel:
@@ -80,16 +73,15 @@ def gpt2(**options: Any) -> transformers.PreTrainedModel:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**dropouts, **options))
 
 
+QUIET = {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def bert(**options: Any) -> transformers.PreTrainedModel:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_quiet(options)))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{**QUIET, **options}))
 
 
 def roberta(**options: Any) -> transformers.PreTrainedModel:
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**_quiet(options)))
-
-
-def _quiet(options: dict[str, Any]) -> dict[str, Any]:
-    return {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **options}
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**{**QUIET, **options}))
 
 
 Make = Callable[..., transformers.PreTrainedModel]
@@ -112,11 +104,17 @@ def made(make: Make, settings: dict[str, Any] | None = None, **options: Any) -> 
     return model
 
 
-def twins(
-    make: Make, settings: dict[str, Any]
-) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedModel]:
+def twins(make: Make, settings: dict[str, Any]) -> list[transformers.PreTrainedModel]:
     """The same model with sdpa and with dilated attention."""
-    return made(make, attn_implementation="sdpa"), made(make, settings)
+    return [made(make, attn_implementation="sdpa"), made(make, settings)]
+
+
+def token_places(ids: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(ids).bool() if mask is None else mask.bool()
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
 def tokens(b: int, n: int) -> Tensor:
@@ -127,7 +125,7 @@ def tokens(b: int, n: int) -> Tensor:
 @pytest.mark.parametrize("model", MODELS)
 def test_one_full_branch_is_sdpa(model: str, mask: str) -> None:
     given, ids = MASKS[mask], tokens(3, 19)
-    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    is_token = token_places(ids, given)
     results = []
     for each in twins(MODELS[model], FULL):
         out = each(ids, attention_mask=given, labels=ids.masked_fill(~is_token, -100))
@@ -136,7 +134,7 @@ def test_one_full_branch_is_sdpa(model: str, mask: str) -> None:
         results.append((out.logits[is_token], torch.cat([g.flatten() for g in gradients])))
     (expected, gradient), (actual, dilated_gradient) = results
     assert expected.abs().max() > 1.0
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    assert_near(actual, expected)
     scale = gradient.abs().max().item()
     torch.testing.assert_close(dilated_gradient, gradient, rtol=0, atol=1e-4 * scale)
 
@@ -161,21 +159,13 @@ def test_one_full_branch_generates_the_tokens_of_sdpa(model: str, mask: str, opt
 @pytest.mark.parametrize("model", DECODERS)
 def test_dilated_generation_is_the_full_forward(model: str, mask: str, use: dict[str, Any]) -> None:
     each, ids, given = made(DECODERS[model], DILATED), tokens(3, 19), MASKS[mask]
-    out = each.generate(
-        ids,
-        attention_mask=given,
-        do_sample=False,
-        max_new_tokens=20,
-        disable_compile=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **use,
-    )
+    how = {"do_sample": False, "max_new_tokens": 20, "disable_compile": True, **use}
+    out = each.generate(ids, attention_mask=given, output_logits=True, return_dict_in_generate=True, **how)
     steps = torch.stack(out.logits, 1)
     starts = [0] * 3 if given is None else (given == 0).sum(1).tolist()
     for row, start in enumerate(starts):
         alone = each(out.sequences[row : row + 1, start:]).logits[0, 18 - start : -1]
-        torch.testing.assert_close(steps[row], alone, rtol=0, atol=1e-4)
+        assert_near(steps[row], alone)
         assert torch.equal(out.sequences[row, 19:], alone.argmax(-1))
     sdpa = made(DECODERS[model], attn_implementation="sdpa")
     assert (sdpa(out.sequences).logits[:, 18:-1] - steps).abs().max() > 1e-2  # dilation does something
@@ -195,12 +185,12 @@ def test_dilated_rows_are_those_of_the_reference_alone(model: str, mask: str) ->
     if "oracle" not in transformers.AttentionInterface().valid_keys():
         transformers.AttentionInterface.register("oracle", oracle)  # without a mask function: gets no mask
     ids, given = tokens(3, 19), MASKS[mask]
-    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    is_token = token_places(ids, given)
     dilated, exact = made(MODELS[model], DILATED), made(MODELS[model], attn_implementation="oracle")
     positions = (is_token.cumsum(1) - 1).clamp(min=0) + (1 if model == "roberta" else 0)
     out = dilated(ids, attention_mask=given, position_ids=positions).logits
     rows = [exact(ids[row, is_token[row]][None]).logits[0] for row in range(3)]
-    torch.testing.assert_close(out[is_token], torch.cat(rows), rtol=0, atol=1e-4)
+    assert_near(out[is_token], torch.cat(rows))
     weight = torch.randn_like(out[is_token])
     gradients = []
     for each, logits in ((dilated, out[is_token]), (exact, torch.cat(rows))):
@@ -252,7 +242,7 @@ def test_compiled_model_is_the_eager_one() -> None:
         mask = torch.ones(2, n, dtype=torch.long)
         mask[0, :padding] = 0
         expected, actual = (model(tokens(2, n), attention_mask=mask).logits for model in (each, compiled))
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        assert_near(actual, expected, 1e-5)
 
 
 def test_half_precision_and_autocast_run() -> None:
@@ -270,76 +260,47 @@ def test_bidirectional_call_of_a_decoder() -> None:
     expected, actual = (
         each(ids, attention_mask=mask, is_causal=False).logits[mask.bool()] for each in twins(llama, FULL)
     )
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    assert_near(actual, expected)
 
 
-def test_documents_packed_by_positions_are_those_alone() -> None:
+def test_packed_documents_are_those_alone() -> None:
     each, ids, lengths = made(llama, DILATED), tokens(2, 19), ((19,), (7, 1, 11))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     out = each(ids, position_ids=positions, use_cache=False).logits
     for row, parts in enumerate(lengths):
         alone = [each(part).logits[0] for part in ids[row : row + 1].split(parts, 1)]
-        torch.testing.assert_close(out[row], torch.cat(alone), rtol=0, atol=1e-5)
-
-
-def test_documents_packed_by_boundaries_are_those_alone() -> None:
-    each, ids, boundaries = (
-        made(llama, DILATED),
-        tokens(1, 19),
-        torch.tensor([0, 7, 8, 19], dtype=torch.int32),
-    )
-    positions = torch.cat([torch.arange(n) for n in (7, 1, 11)])[None]
-    packed = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-    out = each(ids, position_ids=positions, use_cache=False, **packed).logits
-    alone = [each(part).logits for part in ids.split((7, 1, 11), 1)]
-    torch.testing.assert_close(out, torch.cat(alone, 1), rtol=0, atol=1e-5)
-
-
-def test_saved_config_keeps_the_settings(tmp_path: Path) -> None:
-    each, ids = made(llama, DILATED), tokens(1, 19)
-    each.save_pretrained(tmp_path)
-    register()
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dilated").eval()
-    assert again.config.dilated_attention == DILATED
-    assert torch.equal(again(ids).logits, each(ids).logits)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.dilated_attention = FULL
-    other = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, config=config, attn_implementation="dilated"
-    )
-    assert not torch.equal(other.eval()(ids).logits, each(ids).logits)
+        assert_near(out[row], torch.cat(alone), 1e-5)
+    bounds = torch.tensor([0, 7, 8, 19], dtype=torch.int32)  # of the last row
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions[1:]}
+    assert_near(each(ids[1:], use_cache=False, **packed).logits[0], torch.cat(alone), 1e-5)
 
 
 def test_saved_model_comes_back_dilated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    each, ids = made(llama, DILATED), tokens(1, 19)
+    each, ids, auto = made(llama, DILATED), tokens(1, 19), transformers.AutoModelForCausalLM
+    expected = each(ids).logits
     each.save_pretrained(tmp_path)
-    auto = transformers.AutoModelForCausalLM
     again = auto.from_pretrained(tmp_path).eval()
-    assert torch.equal(again(ids).logits, each(ids).logits)
+    assert again.config.dilated_attention == DILATED
+    assert torch.equal(again(ids).logits, expected)
     again.save_pretrained(tmp_path / "again")
-    twice = load(auto, tmp_path / "again").eval()
-    assert torch.equal(twice(ids).logits, each(ids).logits)
+    assert torch.equal(load(auto, tmp_path / "again").eval()(ids).logits, expected)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.dilated_attention = FULL
+    other = auto.from_pretrained(tmp_path, config=config, attn_implementation="dilated").eval()
+    assert not torch.equal(other(ids).logits, expected)
     dense = auto.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
     assert torch.equal(dense(ids).logits, made(llama, attn_implementation="sdpa")(ids).logits)
+    by_config = made(llama, attn_implementation="dilated", dilated_attention=DILATED)
+    assert torch.equal(by_config(ids).logits, expected)
+    by_config.save_pretrained(tmp_path / "made")
+    assert torch.equal(auto.from_pretrained(tmp_path / "made").eval()(ids).logits, expected)
+    made(llama).save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="settings must be given where a model was saved without them"):
+        load(auto, tmp_path / "plain")
+    assert torch.equal(load(auto, tmp_path / "plain", DILATED).eval()(ids).logits, expected)
     monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "dilated")
     with pytest.raises(ValueError, match='attn_implementation="dilated"` is not supported'):
         auto.from_pretrained(tmp_path)  # where register() was forgotten
-
-
-def test_model_of_a_config_with_settings_comes_back_dilated(tmp_path: Path) -> None:
-    register()
-    each, ids = made(llama, attn_implementation="dilated", dilated_attention=DILATED), tokens(1, 19)
-    expected = each(ids).logits
-    each.save_pretrained(tmp_path)
-    assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
-
-
-def test_load_takes_settings_or_finds_them(tmp_path: Path) -> None:
-    made(llama).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="settings must be given where a model was saved without them"):
-        load(transformers.LlamaForCausalLM, tmp_path)
-    loaded, ids = load(transformers.LlamaForCausalLM, tmp_path, DILATED).eval(), tokens(1, 19)
-    assert torch.equal(loaded(ids).logits, made(llama, DILATED)(ids).logits)
 
 
 def test_branches_for_a_length() -> None:
@@ -470,16 +431,8 @@ def test_dropout_acts(n: int) -> None:
         ({**FULL, "allow_isolated_segments": 1}, TypeError, "allow_isolated_segments must be"),
         ({**FULL, "sliding_layers": "mine"}, ValueError, "sliding_layers must be one of 'refuse', 'own'"),
         ({"segment_lengths": [4]}, ValueError, "got no dilation_rates"),
-        (
-            {**FULL, "dropout": 0.1, "scale": 1.0},
-            ValueError,
-            "have no 'dropout', 'scale'. They must be among segment_lengths, .*, max_length",
-        ),
-        (
-            {"segment_length": [4], "dilation_rates": [1]},
-            ValueError,
-            r"^dilated settings have no 'segment_length'\. Did you mean segment_lengths\?$",
-        ),
+        ({**FULL, "dropout": 1.0, "scale": 1.0}, ValueError, "no 'dropout', 'scale'. .* among .* max_length"),
+        ({"segment_length": [4]}, ValueError, r"no 'segment_length'\. Did you mean segment_lengths\?$"),
         ({**FULL, "segment_lengths": [0]}, ValueError, r"segment_lengths must be positive, got \(0,\)"),
         ({**FULL, "dilation_rates": [1, 2]}, ValueError, "must have the same length, got 1 and 2"),
         ({**FULL, "kernel": "fast"}, ValueError, "kernel must be"),
@@ -499,13 +452,13 @@ def test_bad_settings(settings: Any, error: type[Exception], message: str) -> No
         each(tokens(1, 5))
 
 
-def test_settings_are_needed() -> None:
+def test_settings_and_models_of_transformers_are_needed() -> None:
     register()
-    each = made(llama, attn_implementation="dilated")
-    with pytest.raises(
-        ValueError, match=r"needs its settings, as in config.dilated_attention = .* LlamaConfig"
-    ):
-        each(tokens(1, 5))
+    message = r"needs its settings, as in config.dilated_attention = .* LlamaConfig"
+    with pytest.raises(ValueError, match=message):
+        made(llama, attn_implementation="dilated")(tokens(1, 5))
+    with pytest.raises(TypeError, match="model must be a PreTrainedModel of transformers, got Linear"):
+        use_dilated_attention(nn.Linear(2, 2), FULL)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my_sdpa", "a/b", "", 3])
@@ -523,11 +476,6 @@ def test_registering_twice_and_under_another_name() -> None:
     assert torch.equal(each(ids).logits, made(llama, DILATED)(ids).logits)
 
 
-def test_only_models_of_transformers_are_switched() -> None:
-    with pytest.raises(TypeError, match="model must be a PreTrainedModel of transformers, got Linear"):
-        use_dilated_attention(nn.Linear(2, 2), FULL)
-
-
 def mistral() -> transformers.PreTrainedModel:
     options = {**TINY, "num_key_value_heads": 2, "sliding_window": 8}
     return transformers.MistralForCausalLM(transformers.MistralConfig(**options))
@@ -538,35 +486,33 @@ def gemma2() -> transformers.PreTrainedModel:
 
 
 def t5() -> transformers.PreTrainedModel:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    )
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return transformers.T5EncoderModel(transformers.T5Config(vocab_size=VOCAB, **sizes))
 
 
 def modernbert(layer_types: list[str], **options: Any) -> transformers.PreTrainedModel:
-    config = transformers.ModernBertConfig(**_quiet({"local_attention": 6, "layer_types": layer_types}))
+    config = transformers.ModernBertConfig(**QUIET, local_attention=6, layer_types=layer_types)
     return transformers.ModernBertForMaskedLM._from_config(config, **options)
 
 
 def gemma3(layer_types: list[str], **options: Any) -> transformers.PreTrainedModel:
     sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 6, "layer_types": layer_types}
-    return transformers.Gemma3ForCausalLM._from_config(
-        transformers.Gemma3TextConfig(**{**TINY, **sizes}), **options
-    )
+    config = transformers.Gemma3TextConfig(**TINY, **sizes)
+    return transformers.Gemma3ForCausalLM._from_config(config, **options)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("make", [modernbert, gemma3])
 def test_sliding_layers_keep_their_own_attention_if_asked(make: Make, mask: str) -> None:
     ids, given = tokens(3, 19), MASKS[mask]
-    is_token = torch.ones_like(ids).bool() if given is None else given.bool()
+    is_token = token_places(ids, given)
     for first in ("full_attention", "sliding_attention"):  # masks of layers that are not there harm nobody
         kinds = [first, "full_attention"]
         eager = made(make, layer_types=kinds, attn_implementation="eager")
         each = made(make, layer_types=kinds)
         use_dilated_attention(each, {**FULL, "sliding_layers": "own"})
         expected, actual = (model(ids, attention_mask=given).logits[is_token] for model in (eager, each))
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        assert_near(actual, expected)
         use_dilated_attention(each, FULL)
         if first == "full_attention":
             assert torch.equal(each(ids, attention_mask=given).logits[is_token], actual)
@@ -603,24 +549,54 @@ def test_what_models_ask_for_is_refused(make: Make, message: str) -> None:
         each(tokens(1, 5))
 
 
+ROW, PACKED = torch.randn(1, 4, 10, 8), torch.tensor([0, 4, 10])
+
+
+def bounds(queries: Any, keys: Any = PACKED) -> dict[str, Any]:
+    return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys}
+
+
+def same_bounds(*values: int) -> dict[str, Any]:
+    return bounds(torch.tensor(values), torch.tensor(values))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"softcap": 50.0}, "cannot honour soft capping of the scores: softcap must be None, got 50.0"),
-        ({"s_aux": torch.ones(4)}, r"attention sinks: s_aux must be None, got a tensor of shape \(4,\)"),
-        ({"sliding_window": 8}, "a sliding window .*: sliding_window must be None, got 8"),
-        ({"cache": object()}, "a paged cache: cache must be None"),
-        ({"indices": torch.ones(4)}, "a model that selects its own keys"),
-        ({"block_indices": torch.ones(4)}, "a model that selects its own blocks of keys"),
+        ({"softcap": 50.0}, ValueError, "soft capping of the scores: softcap must be None, got 50.0"),
+        ({"s_aux": torch.ones(4)}, ValueError, r"attention sinks: s_aux must be None, .* shape \(4,\)"),
+        ({"sliding_window": 8}, ValueError, "a sliding window .*: sliding_window must be None, got 8"),
+        ({"cache": object()}, ValueError, "a paged cache: cache must be None"),
+        ({"indices": torch.ones(4)}, ValueError, "a model that selects its own keys"),
+        ({"block_indices": torch.ones(4)}, ValueError, "a model that selects its own blocks of keys"),
+        ({"output_attentions": True}, ValueError, "attention weights as an output"),
+        *(
+            ({"attention_mask": mask}, ValueError, r"attention_mask must be bool .* for \(1, 10\) keys")
+            for mask in (torch.ones(1, 10).long(), torch.ones(1, 10), torch.ones(1, 11).bool())
+        ),
+        (bounds(PACKED, torch.tensor([0, 5, 10])), ValueError, "must equal cu_seq_lens_k, .* got others"),
+        (bounds(PACKED, None), TypeError, "cu_seq_lens_k must be an int32 or int64 tensor, got NoneType"),
+        (bounds(None), TypeError, "cu_seq_lens_q must be an int32 or int64 tensor, got NoneType"),
+        (bounds([0, 4, 10]), TypeError, "cu_seq_lens_q must be an int32 or int64 tensor, got list"),
+        (bounds(PACKED.float()), TypeError, r"int32 or int64 tensor, got torch\.float32"),
+        (bounds(PACKED[None]), ValueError, r"cu_seq_lens_q must have one dimension, got shape \(1, 3\)"),
+        (same_bounds(0, 5), ValueError, r"cu_seq_lens_q must hold the boundaries .* length 10, got \(0, 5\)"),
+        (same_bounds(3, 10), ValueError, "must run from 0"),
+        (same_bounds(0, 30), ValueError, "must run from 0"),
+        (same_bounds(0, 9, 5, 10), ValueError, r"must not decrease, got \(0, 9, 5, 10\)"),
+        ({**bounds(PACKED), "query": ROW.expand(2, -1, -1, -1)}, ValueError, "without padding, got 2 rows"),
+        ({**bounds(PACKED), "query": ROW[:, :, :3]}, ValueError, "continue from a cache, got 3 of 10 tokens"),
     ],
     ids=lambda value: "",
 )
-def test_what_layers_ask_for_is_refused(options: dict[str, Any], message: str) -> None:
-    x = torch.randn(1, 4, 10, 8)
-    with pytest.raises(ValueError, match=message):
-        dilated_attention_forward(layer(), x, x, x, None, **options)
-    harmless = dict.fromkeys(options, None)
-    dilated_attention_forward(layer(), x, x, x, None, output_attentions=False, deterministic=True, **harmless)
+def test_what_layers_ask_for_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call = {"query": ROW, "key": ROW, "value": ROW, "attention_mask": None}
+    with pytest.raises(error, match=message):
+        dilated_attention_forward(layer(), **{**call, **options})
+    harmless = {**dict.fromkeys(options, None), **call, "output_attentions": False, "deterministic": True}
+    dilated_attention_forward(layer(), **harmless)
 
 
 def test_mistral_without_its_window_works() -> None:
@@ -630,23 +606,17 @@ def test_mistral_without_its_window_works() -> None:
     ids = tokens(1, 19)
     actual = each(ids).logits
     each.set_attn_implementation("sdpa")
-    torch.testing.assert_close(actual, each(ids).logits, rtol=0, atol=1e-4)
-
-
-def test_attention_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot honour attention weights as an output"):
-        made(llama, DILATED)(tokens(1, 5), output_attentions=True)
+    assert_near(actual, each(ids).logits)
 
 
 def test_heads_of_other_ranks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, part = torch.randn(1, 4, 10, 8), layer()
+    part = layer()
     part.config.num_attention_heads = 8
-    dilated_attention_forward(part, x, x, x, None)  # one process: the config may count otherwise
+    dilated_attention_forward(part, ROW, ROW, ROW, None)  # one process: the config may count otherwise
     monkeypatch.setattr(integration, "group_size", lambda: 2)
-    with pytest.raises(
-        ValueError, match="needs all 8 heads of a layer on one rank, got 4: tensor parallelism"
-    ):
-        dilated_attention_forward(part, x, x, x, None)
+    message = "needs all 8 heads of a layer on one rank, got 4: tensor parallelism"
+    with pytest.raises(ValueError, match=message):
+        dilated_attention_forward(part, ROW, ROW, ROW, None)
 
 
 @pytest.mark.parametrize("n", [5, 7])
@@ -655,37 +625,18 @@ def test_cross_attention_is_refused(n: int) -> None:
     states = torch.randn(1, n, 32)
     with pytest.raises(ValueError, match="has no cross attention, got BertCrossAttention"):
         each(tokens(1, 5), encoder_hidden_states=states)
-    bart = transformers.BartConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-    )
+    sizes = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
+    own = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+    bart = transformers.BartConfig(vocab_size=VOCAB, d_model=32, **own)
     with pytest.raises(ValueError, match="has no cross attention"):
         made(lambda: transformers.BartModel(bart), DILATED)(tokens(1, 5), decoder_input_ids=tokens(1, n))
 
 
-@pytest.mark.parametrize(
-    "mask", [torch.ones(1, 1, 5, 5), torch.ones(1, 1, 5, 5, dtype=torch.bool)], ids=["float", "bool"]
-)
-def test_mask_of_pairs_is_refused(mask: Tensor) -> None:
-    with pytest.raises(
-        ValueError, match=r"bool with one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"
-    ):
-        made(llama, DILATED)(tokens(1, 5), attention_mask=mask)
-
-
-@pytest.mark.parametrize(
-    "mask", [torch.ones(1, 10).long(), torch.ones(1, 10), torch.ones(1, 11).bool()], ids=str
-)
-def test_masks_of_other_making_are_refused(mask: Tensor) -> None:
-    x = torch.randn(1, 4, 10, 8)
-    with pytest.raises(ValueError, match=r"attention_mask must be bool .* for \(1, 10\) keys"):
-        dilated_attention_forward(layer(), x, x, x, mask)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_mask_of_pairs_is_refused(dtype: torch.dtype) -> None:
+    message = r"bool with one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"
+    with pytest.raises(ValueError, match=message):
+        made(llama, DILATED)(tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5, dtype=dtype))
 
 
 def test_mask_that_forgets_the_cache_is_refused() -> None:
@@ -701,7 +652,7 @@ def test_cache_continues_with_gradients() -> None:
     past = each(ids[:, :21], use_cache=True).past_key_values
     out = each(ids[:, 21:], past_key_values=past).logits
     expected = each(ids).logits[:, 21:]
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    assert_near(out, expected, 1e-5)
     weight = torch.randn_like(out)
     actual, exact = (
         torch.autograd.grad((x * weight).sum(), list(each.parameters())) for x in (out, expected)
@@ -724,10 +675,7 @@ def blocks(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
         ({"mask_function": window}, "not causal within documents"),
         ({"mask_function": blocks}, "not causal within documents"),
         ({"mask_function": window, "use_vmap": True}, "a mask function of the model's own"),
-        (
-            {"mask_function": window, "attention_mask": torch.ones(2, 6).bool()},
-            "a mask function of the model's own",
-        ),
+        ({"mask_function": window, "attention_mask": torch.ones(2, 6).bool()}, "function of the model's own"),
         ({"local_size": 4}, "cannot honour a sliding window .*, got local_size=4"),
         ({"kv_offset": 2}, "cannot honour a sliding window .*, got kv_offset=2"),
         ({"q_length": 7}, "has no cross attention, got 7 queries and 6 keys"),
@@ -740,50 +688,6 @@ def test_masks_that_are_refused(options: dict[str, Any], message: str) -> None:
     x = torch.randn(2, 4, 6, 8)
     with pytest.raises(ValueError, match=message):  # where a layer uses it: a model may have none that does
         dilated_attention_forward(layer(), x, x, x, mask)
-
-
-PACKED = torch.tensor([0, 4, 10])
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "message"),
-    [
-        (PACKED, torch.tensor([0, 5, 10]), "cu_seq_lens_q must equal cu_seq_lens_k, .* got others"),
-        (PACKED, None, "cu_seq_lens_k must be an int32 or int64 tensor, got NoneType"),
-        (None, PACKED, "cu_seq_lens_q must be an int32 or int64 tensor, got NoneType"),
-        ([0, 4, 10], PACKED, "cu_seq_lens_q must be an int32 or int64 tensor, got list"),
-        (PACKED.float(), PACKED, r"cu_seq_lens_q must be an int32 or int64 tensor, got torch\.float32"),
-        (PACKED[None], PACKED, r"cu_seq_lens_q must have one dimension, got shape \(1, 3\)"),
-        *(
-            (
-                torch.tensor(bad),
-                torch.tensor(bad),
-                f"cu_seq_lens_q must hold the boundaries .*: .* must {rule}",
-            )
-            for bad, rule in (
-                ([0, 5], r"run from 0 to the sequence length 10, got \(0, 5\)"),
-                ([3, 10], "run from 0"),
-                ([0, 30], "run from 0"),
-                ([0, 9, 5, 10], r"not decrease, got \(0, 9, 5, 10\)"),
-            )
-        ),
-    ],
-)
-def test_boundaries_of_documents_that_are_refused(queries: Any, keys: Any, message: str) -> None:
-    x = torch.randn(1, 4, 10, 8)
-    with pytest.raises((TypeError, ValueError), match=message):
-        dilated_attention_forward(layer(), x, x, x, None, cu_seq_lens_q=queries, cu_seq_lens_k=keys)
-
-
-def test_packed_documents_need_one_row_and_all_of_its_tokens() -> None:
-    x, packed = torch.randn(1, 4, 10, 8), PACKED
-    rows = x.expand(2, -1, -1, -1)
-    with pytest.raises(ValueError, match="must pack documents into one row without padding, got 2 rows"):
-        dilated_attention_forward(layer(), rows, rows, rows, None, cu_seq_lens_q=packed, cu_seq_lens_k=packed)
-    with pytest.raises(ValueError, match="packed documents cannot continue from a cache, got 3 of 10 tokens"):
-        dilated_attention_forward(
-            layer(), x[:, :, :3], x, x, None, cu_seq_lens_q=packed, cu_seq_lens_k=packed
-        )
 
 
 def test_nothing_of_transformers_is_imported_before_it_is_used() -> None:

@@ -21,6 +21,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos, make_position_encoding
 from dilated_attention_pytorch.reference import dilated_attention_reference
+from integrations.transcription import xpos
 from support.configurations import segment_and_rate
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
@@ -29,40 +30,22 @@ D = 8
 DOUBLE = torch.float64
 
 
-def heads(
-    n: int, h: int = 3, h_kv: int = 3, b: int = 2, dtype: torch.dtype = DOUBLE
-) -> tuple[Tensor, Tensor]:
-    return torch.randn(b, n, h, D, dtype=dtype), torch.randn(b, n, h_kv, D, dtype=dtype)
+def heads(n: int, h: int = 3, h_kv: int = 3, dtype: torch.dtype = DOUBLE) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, n, h, D, dtype=dtype), torch.randn(2, n, h_kv, D, dtype=dtype)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihd,bjhd->bhij", q, k)
 
 
-def torchscale_xpos(x: Tensor, is_key: bool, scale_base: float = 512) -> Tensor:
-    """torchscale's XPOS of (rows, n, d), plainly: centred positions in the factors, rotate every two."""
-    n, d = x.shape[1:]
-    scale = (torch.arange(0, d, 2, dtype=x.dtype) + 0.4 * d) / (1.4 * d)
-    first = -n // 2
-    scale = scale ** (torch.arange(first, n + first, dtype=x.dtype) / scale_base)[:, None]
-    inverse_frequency = 1.0 / (10000 ** (torch.arange(0, d // 2, dtype=x.dtype) / (d // 2)))
-    angles = torch.arange(n, dtype=x.dtype)[:, None] * inverse_frequency
-    if is_key:
-        scale = 1 / scale
-    sin, cos = ((f(angles) * scale).repeat_interleave(2, -1) for f in (torch.sin, torch.cos))
-    turned = torch.stack((-x[:, :, 1::2], x[:, :, ::2]), -1).flatten(-2)
-    return x * cos + turned * sin
-
-
 @pytest.mark.parametrize("positions", [torch.tensor([0, 3, 4, 900, 7]), torch.randint(1000, (2, 5))])
 def test_rotary_is_multiplication_by_complex_units(positions: Tensor) -> None:
     q, k = (x.requires_grad_() for x in heads(5, 4, 2))
     got = RotaryEmbedding(D, 77.0)(q, k, positions)
+    rates = torch.tensor([77.0 ** (-2 * i / D) for i in range(D // 2)], dtype=DOUBLE)
+    angles = positions[..., None, None] * rates
+    units = torch.polar(torch.ones_like(angles), angles)
     for x, turned in zip((q, k), got, strict=True):
-        angles = positions[..., None, None] * torch.tensor(
-            [77.0 ** (-2 * i / D) for i in range(D // 2)], dtype=DOUBLE
-        )
-        units = torch.polar(torch.ones_like(angles), angles)
         expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * units).flatten(-2)
         assert_close(turned, expected, DOUBLE)
         assert_same_gradients(turned, expected, [x], DOUBLE)
@@ -72,12 +55,8 @@ def test_memory_layouts_and_both_ways_to_turn(monkeypatch: pytest.MonkeyPatch) -
     """Complex numbers need pairs at even places; compilers get real ones."""
     encode, positions = RotaryEmbedding(D), torch.arange(5)
     wide = torch.randn(2, 5, 3, 2 * D + 1, dtype=DOUBLE, requires_grad=True)
-    for view in (
-        wide[..., 1::2],
-        wide[..., 1 : D + 1],
-        wide[..., :D],
-        wide[..., : 2 * D][..., :D].mT.contiguous().mT,
-    ):
+    turned_over = wide[..., : 2 * D][..., :D].mT.contiguous().mT
+    for view in (wide[..., 1::2], wide[..., 1 : D + 1], wide[..., :D], turned_over):
         expected, _ = encode(view.contiguous(), view, positions)
         weight = torch.randn_like(expected)
         (want,) = torch.autograd.grad((expected * weight).sum(), wide)
@@ -104,20 +83,15 @@ def test_scores_depend_on_differences_only(make: Any, shift: int) -> None:
 def test_xpos_gives_the_scores_of_torchscale(n: int) -> None:
     q, k = (x.requires_grad_() for x in heads(n))
     encoded = XPos(D, (64, 16))(q, k, torch.arange(n))
-    theirs = [
-        torchscale_xpos(x.transpose(1, 2).flatten(0, 1), is_key).unflatten(0, (2, 3)).transpose(1, 2)
-        for x, is_key in ((q, False), (k, True))
-    ]
+    theirs = [xpos(q, 512, 1), xpos(k, 512, -1)]
     assert_close(scores(*encoded), scores(*theirs), DOUBLE)
     assert_same_gradients(scores(*encoded), scores(*theirs), [q, k], DOUBLE)
 
 
 def test_xpos_fades_by_the_distance() -> None:
     encode, n = XPos(D, (4096,), scale_base=100.0), 300
-    q = k = torch.zeros(1, n, 1, D, dtype=DOUBLE)
-    q, k = q.clone(), k.clone()
-    q[..., 2], k[..., 2] = 1.0, 1.0  # of the second pair
-    plain, faded = (scores(*each(q, k, torch.arange(n)))[0, 0] for each in (RotaryEmbedding(D), encode))
+    q = nn.functional.one_hot(torch.tensor(2), D).to(DOUBLE).expand(1, n, 1, D)  # of the second pair
+    plain, faded = (scores(*each(q, q, torch.arange(n)))[0, 0] for each in (RotaryEmbedding(D), encode))
     zeta = (2 + 0.4 * D) / (1.4 * D)
     distance = torch.arange(n)[:, None] - torch.arange(n)
     assert_close(faded, plain * zeta ** (distance.double() / 100.0), DOUBLE)
@@ -139,10 +113,9 @@ def test_far_positions_are_precise(dtype: torch.dtype, start: int) -> None:
 
 def test_half_precision_is_turned_in_float32() -> None:
     q, k = heads(50, dtype=torch.bfloat16)
-    positions = torch.arange(50)
     for encode in (RotaryEmbedding(D), XPos(D, (64,))):
-        exact = encode(q.double(), k.double(), positions)
-        for got, want in zip(encode(q, k, positions), exact, strict=True):
+        exact = encode(q.double(), k.double(), torch.arange(50))
+        for got, want in zip(encode(q, k, torch.arange(50)), exact, strict=True):
             assert (got.double() - want).abs().max() <= want.abs().max() * 2**-8  # a single rounding
 
 
@@ -213,10 +186,9 @@ def test_positions_by_row_are_those_of_each_row(kind: str) -> None:
 def test_modules_encode_queries_and_keys_only(kind: str) -> None:
     """With GQA, and both ways of projecting; values are left alone."""
     n, segments, rates = 61, (8, 12), (1, 3)
-    options = {"position_encoding": kind, "num_kv_heads": 2, "dtype": DOUBLE, "rotary_base": 500.0}
-    if kind == "xpos":
-        options["xpos_scale_base"] = 30.0
-    module = MultiheadDilatedAttention(32, 4, segments, rates, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"position_encoding": kind, "num_kv_heads": 2, "rotary_base": 500.0}
+    options |= {"xpos_scale_base": 30.0} if kind == "xpos" else {}
+    module = MultiheadDilatedAttention(32, 4, segments, rates, **options, dtype=DOUBLE)
     x = torch.randn(2, n, 32, dtype=DOUBLE)
     q, k, v = module._project(x, x, x)
     encode = RotaryEmbedding(D, 500.0) if kind == "rotary" else XPos(D, (4096,), 500.0, 30.0)
@@ -233,9 +205,9 @@ def test_patterns_that_leave_segments_have_no_period() -> None:
     """A window of blocks crosses from one segment into the next, and sees plain distances there."""
     torch.manual_seed(0)
     config = {"pattern_type": "local_window", "block_size": 4, "window_size": 40, "sparsity_ratio": 1.0}
-    sizes: dict[str, Any] = {"segment_lengths": (8,), "dilation_rates": (1,), "dtype": DOUBLE}
+    positions: dict[str, Any] = {"position_encoding": "xpos", "xpos_scale_base": 20.0}
     module = BlockSparseMultiheadDilatedAttention(
-        32, 4, sparse_config=config, position_encoding="xpos", xpos_scale_base=20.0, **sizes
+        32, 4, (8,), (1,), sparse_config=config, dtype=DOUBLE, **positions
     )
     x = torch.randn(2, 37, 32, dtype=DOUBLE)
     q, k, v = module._project(x, x, x)
@@ -270,60 +242,59 @@ def test_positions_of_the_user() -> None:
     [
         ([0, 1], TypeError, "positions must be a tensor of integers, got list"),
         (torch.zeros(9), TypeError, r"positions must be a tensor of integers, got torch\.float32"),
-        (torch.zeros(8, dtype=torch.long), ValueError, r"\(n,\) = \(9,\) or \(b, n\) = \(2, 9\), got \(8,\)"),
-        (
-            torch.arange(9) + 5,
-            ValueError,
-            r"in one period of xpos, 0 \.\. 7, or differ .* by multiples of it",
-        ),
+        (torch.arange(8), ValueError, r"\(n,\) = \(9,\) or \(b, n\) = \(2, 9\), got \(8,\)"),
+        (torch.arange(9) + 5, ValueError, r"xpos, 0 \.\. 7, or differ .* by multiples of it"),
         (torch.arange(9) - 1, ValueError, "positions must lie in one period of xpos"),
     ],
 )
 def test_bad_positions(positions: Any, error: type[Exception], message: str) -> None:
     module = MultiheadDilatedAttention(32, 4, (8, 4), (1, 1), position_encoding="xpos")
-    x = torch.randn(2, 9, 32)
+    x, q = torch.randn(2, 9, 32), torch.randn(2, 9, 4, 8)
     with pytest.raises(error, match=message):
         module(x, positions=positions)
+    if "period" not in message and "multiples" not in message:
+        for encoding in (RotaryEmbedding(8), XPos(8, [16])):
+            with pytest.raises(error, match=message):
+                encoding(q, q, positions)
     moved = module(x, positions=torch.arange(9) + 8 * 10**6)[0]
     assert_close(moved, module(x)[0], torch.float32)
     assert module(x, positions=torch.randint(8, (2, 9)))[0].isfinite().all()
+    with pytest.raises(ValueError, match="positions need a position encoding, got a module without one"):
+        MultiheadDilatedAttention(32, 4, (8,), (1,))(x, positions=torch.arange(9))
 
 
-def test_bad_heads_and_positions_of_an_encoding() -> None:
-    q = torch.randn(2, 9, 4, 8)
-    for encoding in (RotaryEmbedding(8), XPos(8, [16])):
-        for pair in ((q[..., :2], q), (q, q[..., :4]), (q[0], q)):
-            with pytest.raises(ValueError, match=r"[qk] must have the shape \(b, n, h, d\) with d 8, got"):
-                encoding(*pair, torch.arange(9))
-        with pytest.raises(TypeError, match=r"positions must be a tensor of integers, got torch\.float32"):
-            encoding(q, q, torch.arange(9.0))
-        with pytest.raises(ValueError, match=r"positions must have the shape .* got \(8,\)"):
-            encoding(q, q, torch.arange(8))
-        for narrow in (torch.uint8, torch.int8):
-            for got, expected in zip(
-                encoding(q, q, torch.arange(9).to(narrow)), encoding(q, q, torch.arange(9)), strict=True
-            ):
-                assert torch.equal(got, expected)
+@pytest.mark.parametrize("encoding", [RotaryEmbedding(8), XPos(8, [16])])
+def test_heads_and_narrow_positions_of_an_encoding(encoding: RotaryEmbedding) -> None:
+    q, positions = torch.randn(2, 9, 4, 8), torch.arange(9)
+    for pair in ((q[..., :2], q), (q, q[..., :4]), (q[0], q)):
+        with pytest.raises(ValueError, match=r"[qk] must have the shape \(b, n, h, d\) with d 8, got"):
+            encoding(*pair, positions)
+    for narrow in (torch.uint8, torch.int8):
+        found, expected = encoding(q, q, positions.to(narrow)), encoding(q, q, positions)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("segment_lengths", "error", "message"),
+    ("make", "error", "message"),
     [
-        ([0], ValueError, "segment_lengths must lie between 1 and .* got 0"),
-        ([], ValueError, "segment_lengths must have at least one entry, got none"),
-        ([4.0], TypeError, r"segment_lengths must hold integers, got 4\.0"),
-        (4, TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
+        (lambda: XPos(4, [0]), ValueError, "segment_lengths must lie between 1 and .* got 0"),
+        (lambda: XPos(4, []), ValueError, "segment_lengths must have at least one entry, got none"),
+        (lambda: XPos(4, [4.0]), TypeError, r"segment_lengths must hold integers, got 4\.0"),
+        (lambda: XPos(4, 4), TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
+        (lambda: encoded("sine"), ValueError, "must be one of 'rotary', 'xpos', got 'sine'"),
+        (lambda: encoded(rotary_base=5.0), ValueError, r"is for a position encoding, got 5\.0 and none"),
+        (lambda: encoded("rotary", xpos_scale_base=64), ValueError, "'xpos', got 64 and 'rotary'"),
+        (lambda: encoded("xpos", xpos_scale_base=-1), ValueError, "must be positive and finite, got -1"),
+        (lambda: encoded("xpos", embed_dim=12), ValueError, "head_dim must be even, got 3"),
     ],
 )
-def test_bad_segments_of_xpos(segment_lengths: Any, error: type[Exception], message: str) -> None:
+def test_bad_settings(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        XPos(4, segment_lengths)
+        make()
 
 
-def test_positions_need_an_encoding() -> None:
-    module = MultiheadDilatedAttention(32, 4, (8,), (1,))
-    with pytest.raises(ValueError, match="positions need a position encoding, got a module without one"):
-        module(torch.randn(2, 9, 32), positions=torch.arange(9))
+def encoded(kind: str | None = None, embed_dim: int = 32, **options: Any) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(embed_dim, 4, position_encoding=kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["rotary", "xpos"])
@@ -334,10 +305,8 @@ def test_no_state_and_copies(kind: str) -> None:
     x = torch.randn(2, 9, 32)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(twin(x)[0], module(x)[0])
-    assert (
-        f"(positions): {'RotaryEmbedding' if kind == 'rotary' else 'XPos'}(head_dim=8, base=10000.0"
-        in repr(module)
-    )
+    name = "RotaryEmbedding" if kind == "rotary" else "XPos"
+    assert f"(positions): {name}(head_dim=8, base=10000.0" in repr(module)
 
 
 @torch.no_grad()
@@ -375,30 +344,3 @@ def test_parts_of_a_ring_have_the_positions_of_the_whole(kind: str) -> None:
     with torch.no_grad():
         expected, _ = ring_module(kind)(x, is_causal=True)
     assert run_ranks(2, run_on_part, kind, x, expected) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"position_encoding": "sine"},
-            ValueError,
-            "position_encoding must be one of 'rotary', 'xpos', got 'sine'",
-        ),
-        ({"rotary_base": 500.0}, ValueError, r"rotary_base is for a position encoding, got 500\.0 and none"),
-        (
-            {"position_encoding": "rotary", "xpos_scale_base": 64},
-            ValueError,
-            "xpos_scale_base is for position_encoding 'xpos', got 64 and 'rotary'",
-        ),
-        (
-            {"position_encoding": "xpos", "xpos_scale_base": -1},
-            ValueError,
-            "xpos_scale_base must be positive and finite, got -1",
-        ),
-        ({"position_encoding": "xpos", "embed_dim": 12}, ValueError, "head_dim must be even, got 3"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        MultiheadDilatedAttention(**{"embed_dim": 32, "num_heads": 4, **options})

@@ -80,10 +80,8 @@ def test_sampler_draws_the_distribution() -> None:
     drawn = torch.stack([sampler(logits) for _ in range(4000)])
     for row, probabilities in enumerate(logits.softmax(1)):
         shares = drawn[:, row].bincount(minlength=4) / 4000
-        # Five standard deviations of a share of 4000 draws.
-        assert (
-            (shares - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / 4000).sqrt()
-        ).all()
+        deviation = (probabilities * (1 - probabilities) / 4000).sqrt()  # of a share of 4000 draws
+        assert ((shares - probabilities).abs() < 5 * deviation).all()
     # The rows' numbers are independent: given row 1, row 0 still has its distribution.
     shares = drawn[drawn[:, 1] == 0, 0].bincount(minlength=4).double()
     assert (shares / shares.sum() - logits[0].softmax(0)).abs().max() < 0.05
@@ -91,9 +89,8 @@ def test_sampler_draws_the_distribution() -> None:
 
 def test_ends_of_the_distribution() -> None:
     logits = torch.tensor([[1.0, 0.0, -math.inf, 2.0]]).expand(3, -1)
-    ends = torch.tensor(
-        [0.0, 1 - 2**-53, 1.0], dtype=torch.float64
-    )  # 1.0 stands for a product that rounds up
+    # The last stands for a product that rounds up.
+    ends = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)
     assert draw(logits, ends).tolist() == [3, 1, 1]
     assert draw(logits, ends, top_k=2).tolist() == [3, 0, 0]
     assert draw(logits, ends, top_p=1e-9).tolist() == [3, 3, 3]
@@ -106,55 +103,51 @@ def test_ties_go_to_the_smaller_token() -> None:
     assert by_token(logits, top_k=2).tolist() == [[0.0, 0.5, 0.5, 0.0]]
 
 
-def run(sampling: Sampling, logits: Tensor, steps: int = 40) -> Tensor:
+def sampled(logits: Tensor, steps: int = 40, *, do_sample: bool = True, **how: Any) -> Tensor:
     """Tokens (b, steps)."""
-    sampler = Sampler(sampling, logits.shape[0])
+    sampler = Sampler(Sampling(do_sample, **how), logits.shape[0])
     return torch.stack([sampler(logits) for _ in range(steps)], dim=1)
 
 
 def test_a_row_draws_the_same_whatever_its_neighbours() -> None:
     logits = torch.randn(4, 50)
-    whole = run(Sampling(do_sample=True, seed=7), logits)
-    torch.testing.assert_close(whole, run(Sampling(do_sample=True, seed=7), logits))
+    whole = sampled(logits, seed=7)
+    assert torch.equal(whole, sampled(logits, seed=7))
     # Fewer rows behind, and other neighbours.
-    torch.testing.assert_close(whole[:2], run(Sampling(do_sample=True, seed=7), logits[:2]))
+    assert torch.equal(whole[:2], sampled(logits[:2], seed=7))
     others = torch.cat([torch.randn(2, 50), logits[2:3]])
-    torch.testing.assert_close(whole[2], run(Sampling(do_sample=True, seed=7), others)[2])
+    assert torch.equal(whole[2], sampled(others, seed=7)[2])
     # A row on its own, by the seed that it had.
-    alone = run(Sampling(do_sample=True, seed=[row_seeds(7, 4)[3]]), logits[3:])
-    torch.testing.assert_close(whole[3], alone[0])
-    assert not torch.equal(whole, run(Sampling(do_sample=True, seed=8), logits))
+    assert torch.equal(whole[3], sampled(logits[3:], seed=[row_seeds(7, 4)[3]])[0])
+    assert not torch.equal(whole, sampled(logits, seed=8))
 
 
-def test_equal_rows_draw_different_tokens_unless_their_seeds_are_equal() -> None:
+def test_seeds_of_rows() -> None:
     logits = torch.zeros(2, 50)
-    one, two = run(Sampling(do_sample=True, seed=0), logits)
+    one, two = sampled(logits, seed=0)
     assert not torch.equal(one, two)
-    one, two = run(Sampling(do_sample=True, seed=[5, 5]), logits)
-    torch.testing.assert_close(one, two)
+    one, two = sampled(logits, seed=[5, 5])
+    assert torch.equal(one, two)
     assert len({*row_seeds(0, 100), *row_seeds(1, 100)}) == 200
+    # Without a seed torch decides.
+    torch.manual_seed(4)
+    one, two = sampled(logits), sampled(logits)
+    torch.manual_seed(4)
+    assert torch.equal(sampled(logits), one)
+    assert not torch.equal(one, two)
 
 
 def test_seeded_draws_are_those_of_python() -> None:
     logits = torch.zeros(1, 10)  # uniform, so that a token is the first digit of the number
     rng = random.Random(11)
     digits = [int(rng.random() * 10) for _ in range(20)]
-    assert run(Sampling(do_sample=True, seed=[11]), logits, 20)[0].tolist() == digits
-
-
-def test_without_a_seed_torch_decides() -> None:
-    logits = torch.zeros(2, 50)
-    torch.manual_seed(4)
-    one, two = (run(Sampling(do_sample=True), logits) for _ in range(2))
-    torch.manual_seed(4)
-    torch.testing.assert_close(run(Sampling(do_sample=True), logits), one)
-    assert not torch.equal(one, two)
+    assert sampled(logits, 20, seed=[11])[0].tolist() == digits
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_greedy_takes_the_likeliest(dtype: torch.dtype) -> None:
     logits = torch.randn(5, 17).to(dtype)
-    tokens = run(Sampling(), logits, 2)
+    tokens = sampled(logits, 2, do_sample=False)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, logits.argmax(1)[:, None].expand(-1, 2))
 
@@ -181,22 +174,22 @@ def test_bad_settings(options: dict[str, Any], error: type[Exception], message: 
         Sampling(**options)
 
 
-def test_bad_calls() -> None:
-    with pytest.raises(ValueError, match="seed must be one integer or 3, one a row, got 2"):
-        Sampler(Sampling(do_sample=True, seed=[1, 2]), 3)
-    with pytest.raises(ValueError, match="top_k must be at most the number of tokens, got 5 and 4"):
-        draw(torch.zeros(1, 4), torch.zeros(1), top_k=5)
-    with pytest.raises(ValueError, match=r"uniforms must be \(b,\) = \(2,\), got \(1,\)"):
-        draw(torch.zeros(2, 4), torch.zeros(1))
-    with pytest.raises(
-        ValueError, match=r"logits must be floating-point \(b, vocab\), got torch.int64 \(1, 4\)"
-    ):
-        likeliest(torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"got torch.float32 \(4,\)"):
-        likeliest(torch.zeros(4))
-    bad = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
-    for choose in (likeliest, shape_probabilities):
-        with pytest.raises(ValueError, match="largest logit of each row must be finite, got nan in row 1"):
-            choose(bad)
-    with pytest.raises(ValueError, match="got -inf in row 0"):
-        likeliest(torch.full((1, 3), -math.inf))
+BAD = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sampled(torch.zeros(3, 2), seed=[1, 2]), "one integer or 3, one a row, got 2"),
+        (lambda: draw(torch.zeros(1, 4), torch.zeros(1), top_k=5), "the number of tokens, got 5 and 4"),
+        (lambda: draw(BAD[:, :1], torch.zeros(1)), r"uniforms must be \(b,\) = \(2,\), got \(1,\)"),
+        (lambda: likeliest(BAD.long()), r"floating-point \(b, vocab\), got torch.int64 \(2, 2\)"),
+        (lambda: likeliest(torch.zeros(4)), r"got torch.float32 \(4,\)"),
+        (lambda: likeliest(BAD), "largest logit of each row must be finite, got nan in row 1"),
+        (lambda: shape_probabilities(BAD), "largest logit of each row must be finite, got nan in row 1"),
+        (lambda: likeliest(torch.full((1, 3), -math.inf)), "got -inf in row 0"),
+    ],
+)
+def test_bad_calls(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

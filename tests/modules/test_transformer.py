@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.layer_parts import ACTIVATIONS, DropPath
+from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
 from dilated_attention_pytorch.modules.transformer import (
+    ACTIVATIONS,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
+    DropPath,
     FeedForward,
-    magneto_gamma,
 )
 from dilated_attention_pytorch.ring import shard_sequence, unshard_sequence
 from support.ranks import run_ranks
@@ -85,35 +86,19 @@ def test_cross_attention_has_the_options_of_the_layer(cross_attention: str) -> N
     assert_close(cross.eval()(x, memory)[0], expected, DOUBLE)
 
 
+def features(b: int = B, n: int = M, e: int = E, **options: Any) -> Tensor:
+    return torch.randn(b, n, e, **{"dtype": DOUBLE, **options})
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"memory": torch.randn(B, M, E - 1, dtype=DOUBLE)}, ValueError, "memory must have the shape .* got"),
-        (
-            {"memory": torch.randn(B, M, E)},
-            TypeError,
-            "memory must have the dtype of tgt, torch.float64, got",
-        ),
-        (
-            {"memory": torch.randn(B, M, E, dtype=DOUBLE, device="meta")},
-            ValueError,
-            "memory must be on the device",
-        ),
-        (
-            {"memory": torch.randn(B + 1, M, E, dtype=DOUBLE)},
-            ValueError,
-            "need one shape with the batch of query",
-        ),
-        (
-            {"memory": torch.randn(B, 0, E, dtype=DOUBLE)},
-            ValueError,
-            "k must have at least one position, got none",
-        ),
-        (
-            {"memory_key_padding_mask": padding(N)},
-            ValueError,
-            r"key_padding_mask must be \(b, n\) = \(2, 9\)",
-        ),
+        ({"memory": features(e=E - 1)}, ValueError, "memory must have the shape .* got"),
+        ({"memory": features().float()}, TypeError, "memory must have the dtype of tgt, torch.float64, got"),
+        ({"memory": features(device="meta")}, ValueError, "memory must be on the device"),
+        ({"memory": features(B + 1)}, ValueError, "need one shape with the batch of query"),
+        ({"memory": features(n=0)}, ValueError, "k must have at least one position, got none"),
+        ({"memory_key_padding_mask": padding(N)}, ValueError, r"must be \(b, n\) = \(2, 9\)"),
         ({"memory_is_causal": True}, ValueError, "is_causal needs as many keys as queries, got 9 and 13"),
         ({"lengths": [1]}, ValueError, "lengths must have one entry for each of the 2 rows"),
     ],
@@ -122,21 +107,16 @@ def test_a_call_that_fails_leaves_its_cache_as_it_was(
     given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     layer = make(DilatedTransformerDecoderLayer).eval()
-    cache, x = layer.self_attn.make_cache(B), torch.randn(B, N, E, dtype=DOUBLE)
+    cache = layer.self_attn.make_cache(B)
     with torch.no_grad(), pytest.raises(error, match=message):
-        layer(x, **{"memory": torch.randn(B, M, E, dtype=DOUBLE), **given}, cache=cache)
+        layer(features(n=N), **{"memory": features(), **given}, cache=cache)
     assert cache.lengths == (0, 0)
 
 
 def test_inputs_of_another_dtype_or_device() -> None:
-    for cls, more in (
-        (DilatedTransformerEncoderLayer, {}),
-        (DilatedTransformerDecoderLayer, {"cross_attention": None}),
-    ):
-        layer, x = make(cls, **more), torch.randn(B, N, E)
-        with pytest.raises(
-            TypeError, match=r"input must have the dtype of the weights, torch\.float64, got torch\.float32"
-        ):
+    x = torch.randn(B, N, E)
+    for layer in (make(), make(DilatedTransformerDecoderLayer, cross_attention=None)):
+        with pytest.raises(TypeError, match=r"input must have the dtype of the weights, .*64, got .*32"):
             layer(x)
         with pytest.raises(ValueError, match="input must be on the device of the weights, cpu, got meta"):
             layer(x.double().to("meta"))
@@ -150,39 +130,29 @@ def test_inputs_of_another_dtype_or_device() -> None:
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_encoder_layer_equals_torch(masks: str, batch_first: bool, activation: str) -> None:
-    options: dict[str, Any] = {"batch_first": batch_first, "dtype": DOUBLE, "activation": activation}
-    theirs = nn.TransformerEncoderLayer(E, H, FF, 0.0, norm_first=True, layer_norm_eps=0.01, **options)
+@pytest.mark.parametrize("cls", [DilatedTransformerEncoderLayer, DilatedTransformerDecoderLayer])
+def test_layers_equal_those_of_torch(cls: Any, masks: str, batch_first: bool, activation: str) -> None:
+    is_decoder = cls is DilatedTransformerDecoderLayer
+    options: dict[str, Any] = {"batch_first": batch_first, "activation": activation, "layer_norm_eps": 0.01}
+    of_torch = nn.TransformerDecoderLayer if is_decoder else nn.TransformerEncoderLayer
+    theirs = of_torch(E, H, FF, 0.0, norm_first=True, dtype=DOUBLE, **options)
     randomise(theirs)
-    ours = make(layer_norm_eps=0.01, **options)
+    ours = make(cls, **options)
     take_weights(ours, theirs)
-    x = torch.randn((B, N, E) if batch_first else (N, B, E), dtype=DOUBLE, requires_grad=True)
-    ignored = padding() if masks in ("padding", "both") else None
-    causal = masks in ("causal", "both")
-    expected = theirs(x, causal_mask() if causal else None, ignored)
-    out = ours(x, None, ignored, causal)
+    ignored = [padding(), padding(M)] if masks in ("padding", "both") else [None, None]
+    causal = causal_mask() if masks in ("causal", "both") else None
+    leaves = [features(n=n) if batch_first else features(n, B) for n in ((N, M) if is_decoder else (N,))]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    names = ("tgt_key_padding_mask", "memory_key_padding_mask") if is_decoder else ("src_key_padding_mask",)
+    hidden = dict(zip(names, ignored, strict=False))
+    how = "tgt_is_causal" if is_decoder else "is_causal"
+    expected = theirs(*leaves, causal, **hidden)
+    out = ours(*leaves, **hidden, **{how: causal is not None})
     assert_close(out, expected, DOUBLE)
-    assert_same_gradients(out, expected, [x], DOUBLE)
-    if causal:
-        assert_close(ours(x, causal_mask(), ignored), expected, DOUBLE)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_decoder_layer_equals_torch(batch_first: bool, is_causal: bool) -> None:
-    options: dict[str, Any] = {"batch_first": batch_first, "dtype": DOUBLE, "activation": "gelu"}
-    theirs = nn.TransformerDecoderLayer(E, H, FF, 0.0, norm_first=True, **options)
-    randomise(theirs)
-    ours = make(DilatedTransformerDecoderLayer, **options)
-    take_weights(ours, theirs)
-    x, memory = (
-        torch.randn((B, n, E) if batch_first else (n, B, E), dtype=DOUBLE, requires_grad=True) for n in (N, M)
-    )
-    ignored: dict[str, Any] = {"tgt_key_padding_mask": padding(), "memory_key_padding_mask": padding(M)}
-    expected = theirs(x, memory, causal_mask() if is_causal else None, **ignored)
-    out = ours(x, memory, **ignored, tgt_is_causal=is_causal)
-    assert_close(out, expected, DOUBLE)
-    assert_same_gradients(out, expected, [x, memory], DOUBLE)
+    assert_same_gradients(out, expected, leaves, DOUBLE)
+    if causal is not None:
+        assert_close(ours(*leaves, causal, **hidden, **{how: False}), expected, DOUBLE)
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -249,9 +219,8 @@ def test_activation_in_float32_or_wider(dtype: torch.dtype, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["standard", "improved"])
 def test_magneto_block_is_the_formula(kind: str) -> None:
-    layer = make(
-        kind=kind, sub_layer_norm=True, segment_lengths=SEGMENTS, dilation_rates=RATES, num_kv_heads=1
-    )
+    branches = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
+    layer = make(kind=kind, sub_layer_norm=True, num_kv_heads=1, **branches)
     x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
     attention = layer.self_attn
     assert attention.inner_attn_ln is not None
@@ -266,12 +235,8 @@ def test_magneto_block_is_the_formula(kind: str) -> None:
 
 
 def test_dilated_cross_attention_has_the_pattern_of_the_layer() -> None:
-    options = {
-        "segment_lengths": SEGMENTS,
-        "dilation_rates": RATES,
-        "head_offsets": "blocked",
-        "num_kv_heads": 1,
-    }
+    options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "head_offsets": "blocked"}
+    options |= {"num_kv_heads": 1}
     positions = {"position_encoding": "xpos", "rotary_base": 500.0, "xpos_scale_base": 64}
     layer = make(DilatedTransformerDecoderLayer, cross_attention="dilated", **positions, **options)
     x, memory = torch.randn(2, B, N, E, dtype=DOUBLE)
@@ -310,16 +275,20 @@ def test_every_dropout_acts_in_training_only() -> None:
 
 
 def test_gains_of_magneto() -> None:
-    assert magneto_gamma(12, 0) == pytest.approx(math.sqrt(math.log(24)))
-    assert magneto_gamma(0, 12, is_decoder=True) == pytest.approx(math.sqrt(math.log(24)))
-    assert magneto_gamma(6, 4, is_decoder=True) == pytest.approx(math.sqrt(math.log(12)))
-    assert magneto_gamma(6, 4) == pytest.approx(math.sqrt(math.log(12) * math.log(12) / 3))
-    with pytest.raises(ValueError, match="the encoder must have layers, got 0"):
-        magneto_gamma(0, 4)
-    with pytest.raises(ValueError, match="the decoder must have layers, got 0"):
-        magneto_gamma(3, 0, is_decoder=True)
-    with pytest.raises(ValueError, match=r"num_decoder_layers must be an integer of 0 or more, got 1\.5"):
-        magneto_gamma(3, 1.5)  # type: ignore[arg-type]
+    for layers, is_decoder, square in (
+        ((12, 0), False, math.log(24)),
+        ((0, 12), True, math.log(24)),
+        ((6, 4), True, math.log(12)),
+        ((6, 4), False, math.log(12) * math.log(12) / 3),
+    ):
+        assert magneto_gamma(*layers, is_decoder=is_decoder) == pytest.approx(math.sqrt(square))
+    for layers, is_decoder, message in (
+        ((0, 4), False, "the encoder must have layers, got 0"),
+        ((3, 0), True, "the decoder must have layers, got 0"),
+        ((3, 1.5), False, r"num_decoder_layers must be an integer of 0 or more, got 1\.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            magneto_gamma(*layers, is_decoder=is_decoder)
 
 
 def test_initial_weights_have_the_gain() -> None:
@@ -363,11 +332,7 @@ def test_compiles_into_one_graph() -> None:
     [
         ({"d_model": 13}, ValueError, "embed_dim must be a multiple of num_heads, got 13 and 3"),
         ({"attention_dropout": -0.1}, ValueError, "dropout_p must lie between 0 and 1"),
-        (
-            {"cross_attention": "sparse"},
-            ValueError,
-            "cross_attention must be one of 'dense', 'dilated', got 'sparse'",
-        ),
+        ({"cross_attention": "sparse"}, ValueError, "must be one of 'dense', 'dilated', got 'sparse'"),
         ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype"),
     ],
 )
@@ -390,19 +355,9 @@ X = torch.zeros(B, N, E, dtype=DOUBLE)
         ("dense", {"memory": X, "memory_is_causal": 1}, TypeError, "memory_is_causal must be a bool, got 1"),
         ("dense", {"memory": X, "tgt_is_causal": None}, TypeError, "is_causal must be a bool, got None"),
         (None, {"memory": X}, ValueError, "a layer without cross attention takes no memory, got memory"),
-        (
-            None,
-            {"memory_mask": X, "memory_key_padding_mask": X},
-            ValueError,
-            "got memory_mask, memory_key_padding",
-        ),
+        (None, {"memory_mask": X, "memory_key_padding_mask": X}, ValueError, "got memory_mask, memory_key"),
         (None, {"memory_is_causal": True}, ValueError, "takes no memory, got memory_is_causal"),
-        (
-            None,
-            {"tgt": X[..., 1:]},
-            ValueError,
-            r"tgt must have the shape \(b, n, d_model\) with d_model 12, got",
-        ),
+        (None, {"tgt": X[..., 1:]}, ValueError, r"shape \(b, n, d_model\) with d_model 12, got"),
         (None, {"tgt": X.long()}, TypeError, "tgt must be a dense floating-point tensor"),
     ],
 )
@@ -412,13 +367,9 @@ def test_bad_calls(
     layer = make(DilatedTransformerDecoderLayer, cross_attention=cross_attention)
     with pytest.raises(error, match=message):
         layer(**{"tgt": X, **arguments})
-
-
-@torch.no_grad()
-def test_dilated_cross_attention_does_not_decode() -> None:
-    layer = make(DilatedTransformerDecoderLayer, cross_attention="dilated").eval()
-    with pytest.raises(ValueError, match=r"dilated cross attention needs all of the target .* got a cache"):
-        layer(X, X, cache=layer.self_attn.make_cache(B))
+    if cross_attention == "dilated":
+        with pytest.raises(ValueError, match=r"dilated cross attention needs all of the target .* a cache"):
+            layer(X, X, cache=layer.self_attn.make_cache(B))
 
 
 def ring_layer(cross_attention: str) -> Any:

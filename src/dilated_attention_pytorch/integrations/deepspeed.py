@@ -36,14 +36,10 @@ def ulysses_attention(
         num_heads: of all ranks together, needed where they are no multiple of the ranks. DeepSpeed then gives
             the first ranks one head more; h and h_kv must be equal.
         batch_dim_idx: the dimension of the batch, as DeepSpeed's `forward` has it.
-        options: of `dilated_attention`: is_causal, scale, dropout_p, head_mixing, head_offsets, ...; but no
-            return_lse.
+        options: of `dilated_attention`, but no return_lse.
 
-    Returns:
-        The attention, in the layout of q.
-
-    `ring_dilated_attention(..., strategy="ulysses")` does the exchange as well, without DeepSpeed and for
-    shards of any lengths.
+    Returns the attention, in the layout of q. `ring_dilated_attention(..., strategy="ulysses")` does the
+    exchange as well, without DeepSpeed and for shards of any lengths.
     """
     if batch_dim_idx not in (0, 1):
         raise ValueError(f"batch_dim_idx must be 0 or 1, got {batch_dim_idx!r}")

@@ -17,28 +17,21 @@ from ..checks import check_dense, check_device, check_flags, check_float_dtype, 
 from ..modules.call_checks import explain_mismatch
 from ..modules.longnet_config import StackConfig
 from ..modules.longnet_stack import LongNetEncoder
-from ..modules.positions import cell_embeddings, tile_cells
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
-from .checkpoints import (
-    check_torchscale_pattern,
-    plain_names,
-    read_checkpoint,
-    split_torchscale_state,
-    unwrap_state,
-)
+from ..modules.transformer import Device, Dtype
+from .torchscale import plain_names, read_checkpoint, split_torchscale_state, unwrap_state
 
 GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
+_FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
 
 _Model = TypeVar("_Model", bound="LongNetViT")
 
 
 def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
-    """Five lengths from 1024 up to all tiles of a square slide of `max_wsi_size` pixels, in equal ratios.
-
-    The powers of two 10 .. e in five equal steps, cut to integers, where 2 ** e is the largest power of two
-    that is not more than the number of tiles.
+    """Five lengths in equal ratios, cut to integers, from 1024 to the largest power of two that is not more
+    than the tiles of a square slide of `max_wsi_size` pixels.
     """
     check_positive_int("max_wsi_size", max_wsi_size)
     check_positive_int("tile_size", tile_size)
@@ -54,8 +47,6 @@ def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -
 class LongNetViTConfig(StackConfig):
     """Settings of `LongNetViT`: of the layers, their number, and of the tiles; by default Prov-GigaPath's."""
 
-    model: ClassVar[str] = "LongNetViT"
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers", "in_chans", "slide_ngrids", "tile_size")
     other_names: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "max_wsi_size")
 
     nhead: int = 16
@@ -73,7 +64,6 @@ class LongNetViTConfig(StackConfig):
         if self.segment_lengths is not None and self.dilation_rates is None:
             object.__setattr__(self, "dilation_rates", GIGAPATH_RATES)
         super().__post_init__()
-        check_flags(global_pool=self.global_pool)
         if self.d_model % 4:
             rule = "embed_dim must be a multiple of 4, for sines and cosines of both coordinates of a tile"
             raise ValueError(f"{rule}, got {self.d_model}")
@@ -91,15 +81,13 @@ class LongNetViT(PretrainedModel):
         embed_dim, depth, nhead: width, layers and heads of the encoder; embed_dim is a multiple of 4.
         dim_feedforward: hidden features of each layer, 4 * embed_dim by default.
         slide_ngrids, tile_size: a slide is a grid of slide_ngrids x slide_ngrids tiles of tile_size pixels.
-        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives
-            segment_lengths; so either the one or the other.
+        max_wsi_size: pixels along a side of the largest slide, 262144 by default, which gives segment_lengths
+            by `gigapath_segment_lengths`; so either the one or the other.
         global_pool: embed a slide by the mean of its tiles instead of the class token.
-        segment_lengths, dilation_rates: of the attention; by default those of `gigapath_segment_lengths`.
-        dropout, drop_path_rate: in training only; the defaults are those of Prov-GigaPath's fine-tuning.
-        options: further settings of `LongNetViTConfig`, such as `checkpoint_activations=True`, and of
-            `DilatedAttention`. `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs
-            them. `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix
-            branches as constants; by default gradients are the true ones.
+        settings: the other fields of `LongNetViTConfig`, and options of `DilatedAttention`, of which
+            `head_offsets="blocked"` and `tail="phantom"` are set, as the checkpoint needs them.
+            `detach_mixing=True` gives the gradients of torchscale, which takes the weights that mix branches
+            as constants; by default gradients are the true ones.
     """
 
     config_class = LongNetViTConfig
@@ -112,8 +100,8 @@ class LongNetViT(PretrainedModel):
         nhead: int = 16,
         *,
         max_wsi_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -156,23 +144,17 @@ class LongNetViT(PretrainedModel):
         self.norm.reset_parameters()
 
     def forward(
-        self,
-        x: Tensor,
-        coords: Tensor,
-        all_layer_embed: bool = False,
-        padding_mask: Tensor | None = None,
+        self, x: Tensor, coords: Tensor, all_layer_embed: bool = False, padding_mask: Tensor | None = None
     ) -> list[Tensor]:
         """Tiles (b, n, in_chans) at coords (b, n, 2) -> [embedding (b, embed_dim)] of each slide.
 
         Args:
             x: embeddings of tiles, floating point, converted to the dtype of the weights.
-            coords: pixels of a corner of each tile, integers, float32 or float64; the cell of a tile is
-                floor(coords / tile_size), which must lie on the grid.
+            coords: pixels of a corner of each tile, integers, float32 or float64, in a cell of the grid.
             all_layer_embed: return the embeddings of the encoder's input and of all depth layers. These are
                 taken before the encoder's last norm, as in Prov-GigaPath: the last is not that of False.
             padding_mask: (b, n) bool, True where there is no tile. What is there is not read, so each slide
-                has the embedding that it has alone: slides of one number of tiles run together, the others
-                one after the other.
+                has the embedding that it has alone; only slides of one number of tiles run together.
         """
         self._check(x, coords, padding_mask)
         check_flags(all_layer_embed=all_layer_embed)
@@ -210,23 +192,18 @@ class LongNetViT(PretrainedModel):
         cls: type[_Model],
         folder: str | os.PathLike[str],
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         revision: str | None = None,
         **options: Any,
     ) -> _Model:
         """The model of a folder or file, in evaluation mode.
 
-        Args:
-            folder: a folder of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and
-                no settings, a folder that holds slide_encoder.pth, or a file: .safetensors, or of torch.save
-                with a state dict, also under "model". Or the id "owner/name" of a repository on the Hugging
-                Face Hub with such files, at `revision`, where there is no such folder.
-            device, dtype: of the weights; those of the file stay as they are by default, on the CPU.
-            options: arguments of the class that differ from those saved, such as `global_pool=True`. Without
-                settings the sizes are read from the weights, but for the number of heads (16 unless given).
-
-        Keys that are missing, unexpected or of another shape are an error that names them.
+        `folder` is one of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and no
+        settings, one that holds slide_encoder.pth, or a file: .safetensors, or of torch.save with a state
+        dict, also under "model". Without settings the sizes are read from the weights, but for the number of
+        heads (16 unless given). Repositories of the Hub, `device`, `dtype`, `revision` and `options` are as
+        in the other models.
         """
         path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE, GIGAPATH_FILE), revision)
         if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
@@ -247,9 +224,8 @@ class LongNetViT(PretrainedModel):
 
     def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
         states = self._states(x, coords, all_layers)
-        if self.config.global_pool:
-            return [self.norm(state[:, 1:].mean(1)) for state in states]
-        return [self.norm(state[:, 0]) for state in states]
+        pooled = (state[:, 1:].mean(1) if self.config.global_pool else state[:, 0] for state in states)
+        return [self.norm(each) for each in pooled]
 
     def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
         config, cls_token = self.config, self.cls_token
@@ -261,14 +237,12 @@ class LongNetViT(PretrainedModel):
         cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
         tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
         tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
-        if all_layers:
-            states: list[Tensor] = self.encoder(self.dropout(tokens), return_all=True)[1]
-            return states
-        return [self.encoder(self.dropout(tokens))]
+        out = self.encoder(self.dropout(tokens), return_all=all_layers)
+        states: list[Tensor] = out[1] if all_layers else [out]
+        return states
 
     def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
-        given = {"x": x, "coords": coords, "padding_mask": padding_mask}
-        for name, tensor in given.items():
+        for name, tensor in {"x": x, "coords": coords, "padding_mask": padding_mask}.items():
             if tensor is None and name == "padding_mask":
                 continue
             if not isinstance(tensor, Tensor):
@@ -278,24 +252,58 @@ class LongNetViT(PretrainedModel):
                 raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
         if not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
-        in_chans = self.config.in_chans
-        if x.dim() != 3 or x.shape[2] != in_chans or not x.shape[0] or not x.shape[1]:
+        in_chans, shape = self.config.in_chans, tuple(x.shape)
+        if len(shape) != 3 or shape[2] != in_chans or 0 in shape:
             rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
-            raise ValueError(f"{rule}, got {tuple(x.shape)}")
-        if coords.shape != (*x.shape[:2], 2):
-            shapes = f"{tuple(coords.shape)} for x {tuple(x.shape)}"
+            raise ValueError(f"{rule}, got {shape}")
+        if coords.shape != (*shape[:2], 2):
+            shapes = f"{tuple(coords.shape)} for x {shape}"
             raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            rule = "padding_mask must be a bool tensor, True where there is no tile"
+            raise TypeError(f"{rule}, got {padding_mask.dtype}")
+        if padding_mask is not None and padding_mask.shape != shape[:2]:
+            shapes = f"{tuple(padding_mask.shape)} for x {shape}"
+            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
         if self.encoder.is_sharded:
             raise ValueError(
                 "each process must have whole slides, which start with a class token, got attention over a "
                 "sequence that several processes share"
             )
-        if padding_mask is not None and padding_mask.dtype != torch.bool:
-            rule = "padding_mask must be a bool tensor, True where there is no tile"
-            raise TypeError(f"{rule}, got {padding_mask.dtype}")
-        if padding_mask is not None and padding_mask.shape != x.shape[:2]:
-            shapes = f"{tuple(padding_mask.shape)} for x {tuple(x.shape)}"
-            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
+
+
+def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
+    """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
+
+    A cell outside the grid is an error; a table that is read by a flat index would give another cell's row.
+    """
+    if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
+        coords = coords.long()  # narrow integers have no room for tile_size
+    elif coords.dtype not in _FINE:
+        raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
+    cells = torch.div(coords, tile_size, rounding_mode="floor")
+    inside = (cells >= 0) & (cells < slide_ngrids)
+    if not inside.all():
+        worst = coords[~inside.all(-1)][0].tolist()
+        raise ValueError(
+            f"coords must lie on the grid, at least 0 and below slide_ngrids x tile_size = "
+            f"{slide_ngrids} x {tile_size} = {slide_ngrids * tile_size}, got a tile at {worst}"
+        )
+    return cells.long()
+
+
+def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.dtype) -> Tensor:
+    """Embeddings (..., width) of cells (..., 2): of the second coordinate in one half, then of the first.
+
+    A half holds the sines, then the cosines of the coordinate at width / 4 frequencies from 1 down towards
+    1 / 10000: rows of Prov-GigaPath's table, which takes 3 GB, from one axis of the grid.
+    """
+    quarter = width // 4
+    # On the CPU: not every device has float64, in which the angles keep their precision.
+    step = torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter
+    angle = torch.arange(slide_ngrids, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-step
+    axis = torch.cat([angle.sin(), angle.cos()], -1).to(cells.device, dtype)
+    return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)
 
 
 def load_gigapath_state(
@@ -303,15 +311,9 @@ def load_gigapath_state(
 ) -> LoadReport:
     """Copies the weights of a Prov-GigaPath slide encoder into `model`, and reports on the names.
 
-    Args:
-        state: a state dict with Prov-GigaPath's names, or what its file slide_encoder.pth holds: a dict with
-            the state dict under "model".
-        prefix: what the names start with, "slide_encoder." in a classifier of its fine-tuning code. Names
-            that start otherwise are reported as outside.
-        strict: missing and unexpected names are an error, which states them. Other shapes always are.
-
-    Nothing is copied unless everything fits. The table `pos_embed`, which is computed here, is dropped.
-    `LongNetViT.from_pretrained` reads the file itself, and builds the model by the sizes of the weights.
+    `state` is a state dict with Prov-GigaPath's names, or a dict that holds one under "model", as its file
+    does. `prefix` and `strict` are those of `load_torchscale_state`; in a classifier of its fine-tuning code
+    names start with "slide_encoder.". The table `pos_embed`, which is computed here, is dropped.
     """
     if not isinstance(model, LongNetViT):
         raise TypeError(f"model must be a LongNetViT, got {type(model).__name__}")
@@ -324,16 +326,11 @@ def load_gigapath_state(
 def split_slide_state(
     model: LongNetViT, named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks itself.
-
-    The layers have torchscale's names, and may have its refusals.
-    """
-    check_torchscale_pattern(model.encoder, is_causal=False)
+    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks."""
     inside, outside = plain_names(named, "encoder.")
     layers, constants = split_torchscale_state(model.encoder, inside)
-    state = {name: named[name] for name in outside if name != "pos_embed"}
-    state |= {f"encoder.{name}": tensor for name, tensor in layers.items()}
-    table = [name for name in outside if name == "pos_embed"]
+    state = {name: named[name] for name in outside} | {f"encoder.{name}": x for name, x in layers.items()}
+    table = () if state.pop("pos_embed", None) is None else ("pos_embed",)
     return state, (*table, *(f"encoder.{name}" for name in constants))
 
 
@@ -345,6 +342,5 @@ def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
             raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
     embed_dim, in_chans = state["patch_embed.proj.weight"].shape
     layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
-    dim_feedforward = len(state["encoder.layers.0.ffn.fc1.weight"])
     sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
-    return {**sizes, "dim_feedforward": dim_feedforward}
+    return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from ..checks import check_flags, check_positive_int, one_of, plain_int
+from ..checks import check_flags, check_positive_int, did_you_mean, one_of
 from ..ops import check_execution
 from ..spec import Branches, DilatedSpec, Execution, branches_for
 
@@ -27,8 +26,7 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     causality and dropout are not settings: the model decides on them.
     """
     _check_names(settings, (*SPEC, *EXECUTION))
-    missing = " and ".join(key for key in REQUIRED if key not in settings)
-    if missing:
+    if missing := " and ".join(key for key in REQUIRED if key not in settings):
         raise ValueError(
             f"settings of dilated attention must include {' and '.join(REQUIRED)}, got no {missing}"
         )
@@ -88,9 +86,6 @@ def _branches(max_length: int, num_heads: int | None) -> Branches:
 def _check_names(settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
     if not isinstance(settings, Mapping):
         raise TypeError(f"settings of dilated attention must be a dict, got {type(settings).__name__}")
-    unknown = [key for key in settings if key not in known]
-    if not unknown:
-        return
-    near = difflib.get_close_matches(str(unknown[0]), known, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"They must be among {', '.join(known)}"
-    raise ValueError(f"dilated settings have no {', '.join(map(repr, unknown))}. {hint}")
+    if unknown := [key for key in settings if key not in known]:
+        hint = did_you_mean(str(unknown[0]), known, 1) or f" They must be among {', '.join(known)}"
+        raise ValueError(f"dilated settings have no {', '.join(map(repr, unknown))}.{hint}")

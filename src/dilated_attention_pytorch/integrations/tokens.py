@@ -91,62 +91,51 @@ def dilated_attention_mask(
     if isinstance(attention_mask, TokenMask):  # `generate` has made it ahead
         return attention_mask
     is_causal = mask_function is not bidirectional_mask_function
-    call: dict[str, Any] = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "use_vmap": use_vmap,
-        "device": device,
-    }
+    sizes, end = (batch_size, q_length, kv_length), int(q_offset) + q_length
     settings = getattr(config, "dilated_attention", None) or {}
     if local_size is not None and settings.get("sliding_layers") == "own":
         never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        pairs = sdpa_mask(**call, kv_offset=kv_offset, **{**kwargs, **never})
-        return TokenMask(is_causal, pairs=pairs)
+        places = {"q_offset": q_offset, "kv_offset": kv_offset, "use_vmap": use_vmap, "device": device}
+        masks = {"mask_function": mask_function, "attention_mask": attention_mask}
+        return TokenMask(is_causal, pairs=sdpa_mask(*sizes, **{**kwargs, **places, **masks, **never}))
     try:
         for name, value in {"local_size": local_size, "kv_offset": kv_offset or None}.items():
             if value is not None:
                 raise ValueError(f"dilated attention cannot honour {SLIDING_WINDOW}, got {name}={value}")
-        return TokenMask(is_causal, _tokens(**call))
+        if use_vmap:
+            raise ValueError("dilated attention cannot honour a mask function of the model's own")
+        return TokenMask(is_causal, _tokens(*sizes, end, mask_function, attention_mask, device))
     except ValueError as error:
         return TokenMask(is_causal, refusal=str(error))
 
 
 def _tokens(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
+    b: int,
+    n: int,
+    total: int,
+    end: int,
     mask_function: Callable[..., Any] | None,
     attention_mask: Tensor | None,
-    use_vmap: bool,
     device: torch.device | str,
 ) -> Tensor | None:
+    """`TokenMask.tokens` of n new of `end` tokens so far; a static cache has room for more, `total`."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if use_vmap:
-        raise ValueError("dilated attention cannot honour a mask function of the model's own")
-    end = int(q_offset) + q_length  # of the tokens so far; a static cache has room for more
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
-        if not q_length == end == kv_length or attention_mask is not None:
+        if not n == end == total or attention_mask is not None:
             raise ValueError("dilated attention cannot honour a mask function of the model's own")
-        return _documents(mask_function, batch_size, kv_length, device)
-    if end > kv_length or (mask_function is bidirectional_mask_function and end != kv_length):
-        raise ValueError(
-            f"dilated attention has no cross attention, got {q_length} queries and {kv_length} keys"
-        )
+        return _documents(mask_function, b, total, device)
+    if end > total or (mask_function is bidirectional_mask_function and end != total):
+        raise ValueError(f"dilated attention has no cross attention, got {n} queries and {total} keys")
     if attention_mask is None:
-        return None if end == kv_length else torch.ones(batch_size, end, dtype=torch.bool, device=device)
+        return None if end == total else torch.ones(b, end, dtype=torch.bool, device=device)
     if attention_mask.shape[1] < end or bool(attention_mask[:, end:].any()):
         raise ValueError(
             f"attention_mask must cover the {end} tokens so far, those in the cache too, and no others, "
             f"got shape {tuple(attention_mask.shape)}"
         )
     mask = attention_mask[:, :end].bool()
-    return None if end == kv_length and bool(mask.all()) else mask
+    return None if end == total and bool(mask.all()) else mask
 
 
 def _documents(

@@ -1,18 +1,34 @@
-"""torchscale's LongNet as a `LongNetEncoder` or `LongNetDecoder`: its settings as plain data, its weights."""
+"""torchscale's LongNet as a `LongNetEncoder` or `LongNetDecoder`: its settings as plain data, its weights.
+
+Files of checkpoints are read without running code that they hold.
+"""
 
 from __future__ import annotations
 
+import pickle
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_flags, one_of, parse_json
+from ..modules.attention import DilatedAttention
 from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
-from ..modules.state_dicts import LoadReport, copy_state
-from .checkpoints import check_torchscale_pattern, plain_names, split_torchscale_state
+from ..modules.multihead import MultiheadModule
+from ..modules.positions import XPos
+from ..modules.state_dicts import (
+    LoadReport,
+    check_has_memory,
+    check_state,
+    copy_state,
+    read_tensors,
+    regroup_projections,
+)
 
 _PARTS = ("encoder", "decoder")
 # torchscale's name: this library's name, and torchscale's default.
@@ -32,10 +48,8 @@ _SHARED = {
     "subln": ("sub_layer_norm", True),
     "checkpoint_activations": ("checkpoint_activations", False),
 }
-_FLAGS = (
-    *("subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"),
-    *(f"{part}_normalize_before" for part in _PARTS),
-)
+_FLAGS = {"subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"}
+_FLAGS |= {"encoder_normalize_before", "decoder_normalize_before"}
 # The only value that can be honoured, and what another would ask for.
 _FIXED = {
     "deepnorm": (False, "residuals scaled by DeepNorm"),
@@ -59,6 +73,132 @@ _OWN = {
     *("rel_pos_buckets", "max_rel_pos"),
     *(f"{part}_{name}" for part in _PARTS for name in (*_SIZES, "normalize_before")),
 }
+# Keys under which training scripts put the weights.
+_HOLDERS = ("model", "state_dict")
+# What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
+_UNREADABLE: tuple[type[Exception], ...] = (pickle.UnpicklingError, struct.error, EOFError, RuntimeError)
+_UNREADABLE += (LookupError, ValueError, TypeError, AttributeError, AssertionError)
+# What wrappers of torch and fairscale put into names.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_fpw_module.", "_orig_mod.")
+_REFUSED = {
+    r"relative_attention_bias\.": "a relative position bias (rel_pos_buckets), which dilated attention lacks",
+    r"(^|\.)moe_layer\.": "a mixture of experts (moe_freq), which these layers have none of",
+    r"\.[AB]\.(\w+\.)*(weight|bias)$": "two sets of weights (multiway), of which these layers have one",
+}
+_OUTSIDE_LAYERS = ("embed_tokens.", "embed_positions.", "output_projection.", "layernorm_embedding.")
+
+
+def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The state dict in a file, on `device` (the CPU by default).
+
+    The name decides: `.safetensors`, or else what `torch.save` writes. That may be a state dict, or a dict
+    with a state dict under "model" or "state_dict". Pickled objects other than tensors and plain data are
+    refused.
+    """
+    check_has_memory(device)
+    if path.suffix == ".safetensors":
+        return read_tensors(path, device=device)
+    try:
+        held = torch.load(path, map_location="cpu" if device is None else device, weights_only=True)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{path} must be a file of torch.save that holds tensors and plain data only, got: {error!r}"
+        ) from error
+    return unwrap_state(held, source=str(path))
+
+
+def unwrap_state(held: Any, *, source: str) -> dict[str, Tensor]:
+    """The state dict that a checkpoint is, or holds under "model" or "state_dict"."""
+    odd = f"a {type(held).__name__}"
+    if isinstance(held, Mapping):
+        for name in _HOLDERS:
+            if isinstance(held.get(name), Mapping):
+                return unwrap_state(held[name], source=source)
+        if held and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in held.items()):
+            return dict(held)
+        others = (f"{key!r}: a {type(x).__name__}" for key, x in held.items() if not isinstance(x, Tensor))
+        odd = next(others, "{}")
+    raise ValueError(
+        f"{source} must be a state dict, or hold one under {' or '.join(map(repr, _HOLDERS))}, got {odd}"
+    )
+
+
+def plain_names(state: Mapping[str, Tensor], prefix: str = "") -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors by name without wrappers and `prefix`, and the names that do not start with it."""
+    check_state(state)
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string, got {prefix!r}")
+    named: dict[str, Tensor] = {}
+    outside = []
+    for name, tensor in state.items():
+        plain = name.removeprefix("module.")  # of DistributedDataParallel
+        for wrapper in _WRAPPERS:
+            plain = plain.replace(wrapper, "")
+        if not plain.startswith(prefix):
+            outside.append(name)
+        elif plain[len(prefix) :] in named:
+            raise ValueError(f"the names of a state dict must differ without wrappers, got {plain} twice")
+        else:
+            named[plain[len(prefix) :]] = tensor
+    return named, tuple(outside)
+
+
+def split_torchscale_state(
+    stack: LongNetEncoder | LongNetDecoder, named: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors by the names of `stack`, and the names of constants, which are checked.
+
+    Raises unless the layers attend as torchscale's do.
+    """
+    _check_pattern(stack)
+    for pattern, fact in _REFUSED.items():
+        if refused := [name for name in named if re.search(pattern, name)]:
+            raise ValueError(f"a checkpoint must not have {fact}, got {refused[0]}")
+    found = dict(named)
+    constants = re.compile(r"version|layers\.\d+\.self_attn\.xpos\.scale")  # "version" is fairseq's
+    dropped = {name: found.pop(name) for name in named if constants.fullmatch(name)}
+    for path, attention in stack.named_modules():
+        if isinstance(attention, MultiheadModule):
+            if not named.keys().isdisjoint((f"{path}.out_proj.weight", f"{path}.xpos.scale")):
+                _check_xpos(attention, f"{path}.xpos.scale", dropped)
+            if attention.fused_qkv:
+                regroup_projections(found, f"{path}.", fused=True)
+    return found, tuple(dropped)
+
+
+def _check_pattern(stack: LongNetEncoder | LongNetDecoder) -> None:
+    needed = {"head_mixing": "all", "head_offsets": "blocked"}
+    if isinstance(stack, LongNetEncoder):  # phantom keys lie after every query of a causal decoder
+        needed["tail"] = "phantom"
+    for number, layer in enumerate(stack.layers):
+        attention = layer.get_submodule("self_attn.attention")
+        if not isinstance(attention, DilatedAttention):
+            kind = type(attention).__name__
+            raise ValueError(f"torchscale's LongNet has dilated attention, got a {kind} in layer {number}")
+        own = {name: getattr(attention.spec, name) for name in needed}
+        if wrong := [f"{name}={value!r}" for name, value in own.items() if value != needed[name]]:
+            rule = ", ".join(f"{name}={value!r}" for name, value in needed.items())
+            raise ValueError(f"torchscale's weights need {rule}, got {', '.join(wrong)} in layer {number}")
+
+
+def _check_xpos(attention: MultiheadModule, name: str, constants: Mapping[str, Tensor]) -> None:
+    scale, has_xpos = constants.get(name), isinstance(attention.positions, XPos)
+    if scale is None:
+        if has_xpos:
+            raise ValueError(f'position_encoding="xpos" needs a checkpoint with {name}, got one without XPOS')
+        return
+    if not has_xpos:
+        raise ValueError(
+            f'a checkpoint with XPOS needs position_encoding="xpos", got {name} and no such encoding'
+        )
+    d = attention.head_dim
+    expected = (torch.arange(0, d, 2) + 0.4 * d) / (1.4 * d)
+    if scale.shape != expected.shape:
+        shapes = f"{tuple(expected.shape)} for heads of {d} features, got {tuple(scale.shape)}"
+        raise ValueError(f"{name} must be {shapes}: another number of heads?")
+    # Half precision keeps three digits of these numbers between 0.28 and 1.
+    if not torch.allclose(scale.detach().float().cpu(), expected, atol=4e-3, rtol=0):
+        raise ValueError(f"{name} must be (i + 0.4 d) / (1.4 d) for i = 0, 2 .. d, got {scale.tolist()}")
 
 
 def load_torchscale_state(
@@ -74,28 +214,26 @@ def load_torchscale_state(
     Args:
         module: made with `head_offsets="blocked"`, and an encoder with `tail="phantom"`: what the weights
             were trained with. `encoder_from_torchscale` and `decoder_from_torchscale` make one from a config.
-        state: a state dict with torchscale's names. The names of DDP, FSDP, fairscale and compile wrappers
-            are seen through.
+        state: a state dict with torchscale's names, also with those of DDP, FSDP, fairscale and compile.
         prefix: what the names of this module start with, such as "encoder.". Others are reported as outside.
-        ignore: beginnings of names (after the prefix) that are not wanted here, such as "embed_tokens." and
-            "output_projection.": this module takes and gives embeddings. They are reported as outside too.
+        ignore: beginnings of names (after the prefix) that are not wanted here, such as "embed_tokens.". They
+            are reported as outside too.
         strict: missing and unexpected names are an error, which states them. Other shapes always are.
 
     Nothing is copied unless everything fits. Constants (`xpos.scale`) are checked and dropped. Relative
     position biases, mixtures of experts and multiway layers are refused. A state dict does not tell the
-    number of heads, segments, rates, or whether it was trained with DeepNorm: that is the config's business.
+    number of heads, segments, rates, or whether it was trained with DeepNorm: see its config.
     """
     if not isinstance(module, (LongNetEncoder, LongNetDecoder)):
         raise TypeError(f"module must be a LongNetEncoder or a LongNetDecoder, got {type(module).__name__}")
     check_flags(strict=strict)
     if not isinstance(ignore, Sequence) or isinstance(ignore, str) or any(type(x) is not str for x in ignore):
         raise TypeError(f"ignore must be a sequence of strings, got {ignore!r}")
-    check_torchscale_pattern(module, is_causal=isinstance(module, LongNetDecoder))
     named, outside = plain_names(state, prefix)
     unwanted = tuple(prefix + name for name in named if name.startswith(tuple(ignore)))
     named = {name: tensor for name, tensor in named.items() if prefix + name not in unwanted}
     found, dropped = split_torchscale_state(module, named)
-    report = copy_state(module, found, strict=strict, hint=_hint(module, state, named))
+    report = copy_state(module, found, strict=strict, hint=_hint(module.state_dict(), state, named))
     return replace(report, dropped=dropped, outside=(*outside, *unwanted))
 
 
@@ -105,23 +243,16 @@ def encoder_from_torchscale(
     *,
     prefix: str = "",
     ignore: Sequence[str] = (),
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> LongNetEncoder:
     """The `LongNetEncoder` that torchscale's settings `config` describe, with the weights of `state` if any.
 
     `config` holds the arguments of torchscale's EncoderConfig as plain data; see `torchscale_settings`.
-    `options` are further arguments of `LongNetEncoder`, such as `detach_mixing=True` for torchscale's
-    gradients.
+    `prefix` and `ignore` are those of `load_torchscale_state`. `options` are further arguments of
+    `LongNetEncoder`, such as dtype, or `detach_mixing=True` for torchscale's gradients.
     """
-    settings = {
-        **torchscale_settings(config, "encoder"),
-        "head_offsets": "blocked",
-        "tail": "phantom",
-        **options,
-    }
-    encoder = LongNetEncoder(**settings, device=device, dtype=dtype)
+    pattern = {"head_offsets": "blocked", "tail": "phantom"}
+    encoder = LongNetEncoder(**{**torchscale_settings(config, "encoder"), **pattern, **options})
     if state is not None:
         load_torchscale_state(encoder, state, prefix=prefix, ignore=ignore)
     return encoder
@@ -131,21 +262,17 @@ def decoder_from_torchscale(
     config: Mapping[str, Any],
     state: Mapping[str, Tensor] | None = None,
     *,
-    cross_attention: str | None = None,
     prefix: str = "",
     ignore: Sequence[str] = (),
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> LongNetDecoder:
     """The `LongNetDecoder` that torchscale's settings `config` describe, with the weights of `state` if any.
 
-    `config` holds the arguments of torchscale's DecoderConfig as plain data; see `torchscale_settings`.
-    `cross_attention="dense"` is for the decoder of an encoder-decoder. `options` are further arguments of
-    `LongNetDecoder`, such as `detach_mixing=True` for torchscale's gradients.
+    As `encoder_from_torchscale`, with the arguments of torchscale's DecoderConfig. cross_attention is None by
+    default; "dense" is for the decoder of an encoder-decoder.
     """
-    settings = {**torchscale_settings(config, "decoder"), "head_offsets": "blocked", **options}
-    decoder = LongNetDecoder(cross_attention=cross_attention, **settings, device=device, dtype=dtype)
+    pattern = {"head_offsets": "blocked", "cross_attention": None}
+    decoder = LongNetDecoder(**{**torchscale_settings(config, "decoder"), **pattern, **options})
     if state is not None:
         load_torchscale_state(decoder, state, prefix=prefix, ignore=ignore)
     return decoder
@@ -171,9 +298,8 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
         if config.get(name, allowed) != allowed:
             raise ValueError(f"{name} must be {allowed}, these layers have no {fact}, got {config[name]!r}")
     buckets = {name: config.get(name, 0) for name in ("rel_pos_buckets", "max_rel_pos")}
-    for name, value in buckets.items():
-        if type(value) is not int:
-            raise ValueError(f"{name} must be an integer, got {value!r}")
+    if odd := [name for name, value in buckets.items() if type(value) is not int]:
+        raise ValueError(f"{odd[0]} must be an integer, got {buckets[odd[0]]!r}")
     if min(buckets.values()) > 0:
         got = " and ".join(f"{name}={value}" for name, value in buckets.items())
         raise ValueError(f"dilated attention has no relative position bias, got {got}")
@@ -191,21 +317,15 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
     return settings
 
 
-def _hint(
-    module: LongNetEncoder | LongNetDecoder, state: Mapping[str, Tensor], named: Mapping[str, Tensor]
-) -> str:
+def _hint(own: Mapping[str, Tensor], state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> str:
     """What a state dict that does not fit may need."""
     first = "layers.0.self_attn_layer_norm.weight"
     if first not in named:
         begins = sorted({name[: -len(first)] for name in state if name.endswith(first)})
         return f" (names of layers start with {', '.join(map(repr, begins))}: see prefix)" if begins else ""
-    own = module.state_dict()
-    if any(".inner_attn_ln." in name for name in own) and not any(
-        ".inner_attn_ln." in name for name in named
-    ):
+    if any(".inner_attn_ln." in name for name in own) > any(".inner_attn_ln." in name for name in named):
         return " (a checkpoint without sub-layer norms needs sub_layer_norm=False)"
-    outer = ("embed_tokens.", "embed_positions.", "output_projection.", "layernorm_embedding.")
-    if beside := [each for each in outer if any(name.startswith(each) for name in named)]:
+    if beside := [each for each in _OUTSIDE_LAYERS if any(name.startswith(each) for name in named)]:
         return f" (this module takes and gives embeddings: see ignore for {', '.join(map(repr, beside))})"
     return ""
 

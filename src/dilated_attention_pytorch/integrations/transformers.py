@@ -66,12 +66,9 @@ def register(name: str = "dilated") -> None:
 
 
 def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name: str = "dilated") -> None:
-    """Switches a model of transformers to dilated attention, all of its sub-models too.
+    """Switches a `PreTrainedModel` and all of its sub-models to dilated attention, registered as `name`.
 
-    Args:
-        model: a `PreTrainedModel`.
-        settings: what `config.dilated_attention` will hold, see `check_model_settings`.
-        name: under which to register.
+    `settings` are what `config.dilated_attention` will hold, see `check_model_settings`.
     """
     from transformers import PreTrainedModel
 
@@ -102,11 +99,8 @@ def load(
 ) -> Any:
     """A pretrained model with dilated attention, in all of its sub-models.
 
-    Args:
-        model_class: a model class of transformers or one of its Auto classes.
-        path, options: of its `from_pretrained`.
-        settings: see `check_model_settings`; by default those that the model was saved with.
-        name: under which to register.
+    `model_class` is one of transformers or one of its Auto classes, `path` and `options` are those of its
+    `from_pretrained`. The settings are by default those that the model was saved with.
     """
     register(name)
     model = model_class.from_pretrained(path, attn_implementation=name, **options)
@@ -150,10 +144,12 @@ def dilated_attention_forward(
     if isinstance(attention_mask, TokenMask):
         if attention_mask.refusal is not None:
             raise ValueError(attention_mask.refusal)
-        if attention_mask.pairs is not None:
+        if attention_mask.pairs is not None:  # of a layer that keeps its window
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
             _refuse(module, query, {**kwargs, "sliding_window": None})
             own = (query, key, value, attention_mask.pairs)
-            return _own_attention()(module, *own, dropout=dropout, scaling=scaling)[0], None
+            return sdpa_attention_forward(module, *own, dropout=dropout, scaling=scaling)[0], None
         is_causal, attention_mask = attention_mask.is_causal, attention_mask.tokens
     _refuse(module, query, kwargs)
     branches, of_model = _settings_of(module, query.shape[1])
@@ -181,13 +177,6 @@ def dilated_attention_forward(
     options = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT_ON_NEW}
     options["execution"] = replace(settings["execution"], memory="fresh")
     return attend_new(q, k, v, mask, **options)[..., :features], None
-
-
-def _own_attention() -> Any:
-    """Of a layer that keeps its window: torch's attention over the pairs that the mask has."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None:

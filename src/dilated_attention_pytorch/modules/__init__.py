@@ -3,10 +3,10 @@
 from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
-from .layer_parts import DenseAttention, FeedForward, magneto_gamma
+from .dense import DenseAttention
 from .longnet import LongNet, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
-from .longnet_stack import LongNetDecoder, LongNetEncoder
+from .longnet_stack import LongNetDecoder, LongNetEncoder, magneto_gamma
 from .multihead import (
     MULTIHEAD_KINDS,
     BlockSparseMultiheadDilatedAttention,
@@ -19,7 +19,11 @@ from .multihead import (
 from .positions import RotaryEmbedding, XPos
 from .production import RingAttentionConfig, RingDilatedAttentionProduction
 from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
-from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from .transformer import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    FeedForward,
+)
 
 __all__ = [
     "MULTIHEAD_KINDS",

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_float_dtype
 from ..decode import DilatedKVCache
-from .generation import Generation
-from .layer_parts import magneto_gamma
 from .longnet_config import LongNetConfig, LongNetLMConfig
-from .longnet_stack import LongNetDecoder, LongNetEncoder
+from .longnet_stack import Caches, LongNetDecoder, LongNetEncoder, magneto_gamma
 from .pretrained import PretrainedModel
-from .sampling import Sampling
+from .sampling import Generation, Sampling
+from .transformer import Device, Dtype, Lengths, Mask
 
 
 class LongNet(PretrainedModel):
@@ -25,10 +24,8 @@ class LongNet(PretrainedModel):
 
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward: as in `nn.Transformer`.
-        settings: the other fields of `LongNetConfig`, such as segment_lengths, dilation_rates, dropout,
-            position_encoding ("rotary" by default) and cross_attention; what is no field goes to the
-            attention modules, such as head_offsets="blocked". All is plain data, so that it can be saved.
-        device, dtype: of the parameters.
+        settings: the other fields of `LongNetConfig`, such as position_encoding ("rotary" by default) and
+            cross_attention, or of the attention modules, as in `LongNetEncoder`; all is plain data.
 
     It embeds nothing and has no output layer: inputs and results are features. `config` holds the settings.
     """
@@ -44,20 +41,20 @@ class LongNet(PretrainedModel):
         num_decoder_layers: int = 12,
         dim_feedforward: int = 3072,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **settings: Any,
     ) -> None:
         super().__init__()
         layers = (num_encoder_layers, num_decoder_layers)
-        sizes = {"d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
-        depths = {"num_encoder_layers": layers[0], "num_decoder_layers": layers[1]}
-        self.config = config = LongNetConfig.of(**sizes, **depths, **settings)
-        options = {**config.stack_options(), "device": device, "dtype": dtype}
+        settings |= {"num_encoder_layers": layers[0], "num_decoder_layers": layers[1]}
+        settings |= {"d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
+        self.config = config = LongNetConfig.of(**settings)
         gammas = [config.gamma_init] * 2
         if config.gamma_init is None and config.sub_layer_norm:
             # Encoders of an encoder-decoder have a gain of their own.
             gammas = [magneto_gamma(*layers, is_decoder=is_decoder) for is_decoder in (False, True)]
+        options = {**config.stack_options(), "device": device, "dtype": dtype}
         self.encoder = LongNetEncoder(num_layers=layers[0], **{**options, "gamma_init": gammas[0]})
         options |= {"gamma_init": gammas[1], "cross_attention": config.cross_attention}
         self.decoder = LongNetDecoder(num_layers=layers[1], **options)
@@ -67,9 +64,9 @@ class LongNet(PretrainedModel):
         src: Tensor,
         tgt: Tensor | None = None,
         *,
-        src_key_padding_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        src_key_padding_mask: Mask = None,
+        tgt_key_padding_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
         src_is_causal: bool = False,
         tgt_is_causal: bool = True,
     ) -> Tensor:
@@ -85,17 +82,10 @@ class LongNet(PretrainedModel):
         memory = self.encoder(src, src_key_padding_mask, src_is_causal)
         if memory_key_padding_mask is None:
             memory_key_padding_mask = src_key_padding_mask
-        if tgt is None:
-            tgt = src
-            if tgt_key_padding_mask is None:
-                tgt_key_padding_mask = src_key_padding_mask
-        out: Tensor = self.decoder(
-            tgt,
-            memory,
-            key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            is_causal=tgt_is_causal,
-        )
+        if tgt is None and tgt_key_padding_mask is None:
+            tgt_key_padding_mask = src_key_padding_mask
+        masks = (tgt_key_padding_mask, memory_key_padding_mask)
+        out: Tensor = self.decoder(src if tgt is None else tgt, memory, *masks, tgt_is_causal)
         return out
 
     def reset_parameters(self) -> None:
@@ -108,12 +98,9 @@ class LongNetLM(PretrainedModel):
     """Causal language model of dilated attention: tokens in, logits of the next tokens out.
 
     Args:
-        vocab_size, d_model, nhead, num_layers: sizes.
-        settings: the other fields of `LongNetLMConfig`, such as segment_lengths, dilation_rates, dropout,
-            position_encoding ("rotary" by default), tie_embeddings, pad_token, checkpoint_activations; what
-            is no field goes to the attention modules, such as head_offsets="blocked". All is plain data, so
-            that it can be saved.
-        device, dtype: of the parameters.
+        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default),
+            tie_embeddings and pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain
+            data.
 
     Embeddings are scaled by sqrt(d_model). With tie_embeddings their weights are those of the output as well,
     and stand in the state dict once. `config` holds the settings. There is no largest length.
@@ -129,30 +116,29 @@ class LongNetLM(PretrainedModel):
         nhead: int = 12,
         num_layers: int = 12,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **settings: Any,
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
-        self.config = config = LongNetLMConfig.of(**settings, **sizes)
+        settings |= {"vocab_size": vocab_size, "d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config = config = LongNetLMConfig.of(**settings)
         check_device(device)
         check_float_dtype("dtype", dtype)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embed_tokens = nn.Embedding(vocab_size, d_model, **made)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embed_tokens = nn.Embedding(vocab_size, d_model, **placed)
         self.embed_dropout = nn.Dropout(config.dropout)
-        options = {**config.stack_options(), **made}
+        options = {**config.stack_options(), **placed}
         self.decoder = LongNetDecoder(num_layers=num_layers, cross_attention=None, **options)
         self.output_projection: nn.Linear | None = None
         if not config.tie_embeddings:
-            self.output_projection = nn.Linear(d_model, vocab_size, bias=False, **made)
+            self.output_projection = nn.Linear(d_model, vocab_size, bias=False, **placed)
         self._initialise_tokens()
 
     def _initialise_tokens(self) -> None:
-        deviation = self.config.d_model**-0.5
-        nn.init.normal_(self.embed_tokens.weight, std=deviation)
-        if self.output_projection is not None:
-            nn.init.normal_(self.output_projection.weight, std=deviation)
+        for part in (self.embed_tokens, self.output_projection):
+            if part is not None:
+                nn.init.normal_(part.weight, std=self.config.d_model**-0.5)
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
@@ -160,12 +146,7 @@ class LongNetLM(PretrainedModel):
         self._initialise_tokens()
 
     def forward(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        self, tokens: Tensor, *, key_padding_mask: Mask = None, caches: Caches = None, lengths: Lengths = None
     ) -> Tensor:
         """tokens (b, n) int64 -> logits (b, n, vocab_size) of the token that follows each.
 
@@ -179,19 +160,12 @@ class LongNetLM(PretrainedModel):
         return self.logits(self.features(tokens, key_padding_mask, caches=caches, lengths=lengths))
 
     def features(
-        self,
-        tokens: Tensor,
-        key_padding_mask: Tensor | None = None,
-        *,
-        caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        self, tokens: Tensor, key_padding_mask: Mask = None, *, caches: Caches = None, lengths: Lengths = None
     ) -> Tensor:
         """What `forward` computes before `logits`, (b, n, d_model)."""
         self.check_tokens(tokens)
         x = self.embed_dropout(self.embed_tokens(tokens) * math.sqrt(self.config.d_model))
-        out: Tensor = self.decoder(
-            x, key_padding_mask=key_padding_mask, is_causal=True, caches=caches, lengths=lengths
-        )
+        out: Tensor = self.decoder(x, None, key_padding_mask, caches=caches, lengths=lengths)
         return out
 
     def logits(self, features: Tensor) -> Tensor:
@@ -208,7 +182,7 @@ class LongNetLM(PretrainedModel):
         prompt: Tensor,
         max_new_tokens: int,
         *,
-        lengths: Tensor | Sequence[int] | None = None,
+        lengths: Lengths = None,
         do_sample: bool = False,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -234,15 +208,8 @@ class LongNetLM(PretrainedModel):
         several threads may generate, and one may train. The memory and the time of a token are bounded by the
         segments, however long the text.
         """
-        generation = Generation(
-            self,
-            prompt,
-            max_new_tokens,
-            Sampling(do_sample, temperature, top_k, top_p, seed),
-            lengths=lengths,
-            stop_tokens=stop_tokens,
-            prefill_chunk=prefill_chunk,
-        )
+        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
+        generation = Generation(self, prompt, max_new_tokens, sampling, lengths, stop_tokens, prefill_chunk)
         new = []
         for tokens in generation:
             new.append(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
@@ -20,19 +21,23 @@ from ..checks import (
     refuse_unknown,
 )
 from ..spec import DilatedSpec, resolve_branches
-from .layer_parts import ACTIVATIONS
 from .multihead import MULTIHEAD_KINDS
 from .positions import ENCODINGS
-from .transformer import CROSS_ATTENTIONS
+from .transformer import ACTIVATIONS, CROSS_ATTENTIONS
 
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
-_FLAGS = ("sub_layer_norm", "normalize_output", "checkpoint_activations")
+_CHOICES = {
+    "activation": tuple(ACTIVATIONS),
+    "kind": tuple(MULTIHEAD_KINDS),
+    "position_encoding": ENCODINGS,
+    "cross_attention": CROSS_ATTENTIONS,
+}
 # Arguments of attention modules and stacks that the models give themselves.
 _NOT_OF_ATTENTION = {"batch_first", "cross_attention", "device", "dtype", "num_layers"}
 _NOT_OF_ATTENTION |= {"embed_dim", "num_heads", "layer_norm"}
-_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "gamma_init", "checkpoint_activations")
 _DEEPEST = 32  # nesting of plain data
 _Config = TypeVar("_Config", bound="StackConfig")
+_Token = int  # from 0 on, unlike the sizes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,14 +46,11 @@ class StackConfig:
 
     The fields are the arguments of those classes. Without segment_lengths and dilation_rates they are those
     that `branches_for` gives for `max_length`, the longest sequence, or the defaults. `attention_options` go
-    to the attention module of each layer, for example `{"head_offsets": "blocked"}`. All values are plain
-    data: numbers, strings, booleans, None, and sequences and mappings of them. Constructing one validates it,
-    apart from values that only an attention module can judge; a `TypeError` or `ValueError` states the rule
-    and the fact.
+    to the attention module of each layer. All values are plain data: numbers, strings, booleans, None, and
+    sequences and mappings of them. Making one validates it, but for what only an attention module can judge.
     """
 
-    model: ClassVar[str] = ""  # the name of the class that these are the settings of
-    layer_counts: ClassVar[tuple[str, ...]] = ()
+    model: ClassVar[str]  # the name of the class that these are the settings of
     other_names: ClassVar[tuple[str, ...]] = ()  # of arguments of the model, for hints
     is_plain: ClassVar[bool] = True  # False: attention options may be objects, as long as nothing is saved
 
@@ -73,34 +75,37 @@ class StackConfig:
     checkpoint_activations: bool = False
     attention_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __init_subclass__(cls) -> None:
+        cls.model = cls.__name__.removesuffix("Config")
+
     def __new__(cls, *_: Any, **given: Any) -> Any:
         refuse_unknown(cls.__name__, given, cls.names())
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the frozen dataclass' own way to store normalised values
-        counts = ("d_model", "nhead", "dim_feedforward", *self.layer_counts)
-        for name in (*counts, *(["num_kv_heads"] if self.num_kv_heads is not None else [])):
-            check_positive_int(name, getattr(self, name), bits=28)  # weights are counted in 64 bits
+        for each in fields(self):  # the annotations are strings here; a subclass may have them as types
+            name, value = each.name, getattr(self, each.name)
+            if each.type in ("int", int) or (name == "num_kv_heads" and value is not None):
+                check_positive_int(name, value, bits=28)  # weights are counted in 64 bits
+            elif each.type in ("bool", bool):
+                check_flags(**{name: value})
+            elif name in _PROBABILITIES:
+                check_probabilities(**{name: value})
+                set_field(self, name, float(value))
+            elif name in _CHOICES and not (value is None and "None" in str(each.type)):
+                one_of(name, value, _CHOICES[name])
         if self.d_model % self.nhead:
             raise ValueError(f"d_model must be a multiple of nhead, got {self.d_model} and {self.nhead}")
         if self.num_kv_heads is not None and self.nhead % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide nhead, got {self.num_kv_heads} and {self.nhead}")
-        branches = resolve_branches(self.segment_lengths, self.dilation_rates, self.max_length, self.nhead)
-        spec = DilatedSpec(*branches)
+        given = (self.segment_lengths, self.dilation_rates, self.max_length)
+        spec = DilatedSpec(*resolve_branches(*given, self.nhead))
         set_field(self, "segment_lengths", spec.segment_lengths)
         set_field(self, "dilation_rates", spec.dilation_rates)
-        for name in _PROBABILITIES:
-            check_probabilities(**{name: getattr(self, name)})
-            set_field(self, name, float(getattr(self, name)))
         check_positive(layer_norm_eps=self.layer_norm_eps)
         if self.gamma_init is not None:
             check_positive(gamma_init=self.gamma_init)
-        check_flags(**{name: getattr(self, name) for name in _FLAGS})
-        one_of("activation", self.activation, tuple(ACTIVATIONS))
-        one_of("kind", self.kind, tuple(MULTIHEAD_KINDS))
-        if self.position_encoding is not None:
-            one_of("position_encoding", self.position_encoding, ENCODINGS)
         set_field(self, "attention_options", MappingProxyType(self._checked_options()))
 
     def _checked_options(self) -> dict[str, Any]:
@@ -131,12 +136,6 @@ class StackConfig:
         """The arguments of `LongNetEncoder` and `LongNetDecoder` but for the number of layers."""
         return {name: getattr(self, name) for name in StackConfig.names()}
 
-    def layer_options(self) -> dict[str, Any]:
-        """The arguments of a layer, but for those that its depth and its stack decide."""
-        shared = self.stack_options()
-        options = shared.pop("attention_options")
-        return {**options, **{name: value for name, value in shared.items() if name not in _NOT_OF_LAYERS}}
-
     def to_dict(self) -> dict[str, Any]:
         """All fields, and under "model" what they are the settings of."""
         return {"model": self.model, **{name: _plain(name, getattr(self, name)) for name in self.names()}}
@@ -153,13 +152,12 @@ class StackConfig:
         if values.get("model") != cls.model:
             found = repr(values["model"]) if "model" in values else "no such key"
             raise ValueError(f'a {cls.__name__} must have "model": "{cls.model}", got {found}')
-        own = {name: value for name, value in values.items() if name != "model"}
-        if unknown := [name for name in own if name not in cls.names()]:
+        if unknown := [name for name in values if name not in ("model", *cls.names())]:
             raise ValueError(f"a {cls.__name__} must not have other keys than its fields, got {unknown}")
         required = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ValueError(f"a {cls.__name__} must have the keys {required}, got no {missing}")
-        return cls(**own)
+        return cls(**{name: value for name, value in values.items() if name != "model"})
 
     @classmethod
     def from_json(cls: type[_Config], text: str) -> _Config:
@@ -185,8 +183,6 @@ class StackConfig:
 class LongNetEncoderConfig(StackConfig):
     """Settings of `LongNetEncoder`: those of the layers, and their number."""
 
-    model: ClassVar[str] = "LongNetEncoder"
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
     is_plain: ClassVar[bool] = False
 
     num_layers: int = 12
@@ -196,34 +192,20 @@ class LongNetEncoderConfig(StackConfig):
 class LongNetDecoderConfig(StackConfig):
     """Settings of `LongNetDecoder`: those of the layers, their number, and whether they read an encoder."""
 
-    model: ClassVar[str] = "LongNetDecoder"
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
     is_plain: ClassVar[bool] = False
 
     num_layers: int = 12
     cross_attention: str | None = "dense"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cross_attention is not None:
-            one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LongNetConfig(StackConfig):
     """Settings of `LongNet`: those of the layers, their numbers, and how decoder reads encoder."""
 
-    model: ClassVar[str] = "LongNet"
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_encoder_layers", "num_decoder_layers")
-
     num_encoder_layers: int = 12
     num_decoder_layers: int = 12
     cross_attention: str = "dense"
     position_encoding: str | None = "rotary"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -233,18 +215,14 @@ class LongNetLMConfig(StackConfig):
     `pad_token` fills rows of generated tokens after their end; it is an ordinary token otherwise.
     """
 
-    model: ClassVar[str] = "LongNetLM"
-    layer_counts: ClassVar[tuple[str, ...]] = ("vocab_size", "num_layers")
-
     vocab_size: int
     num_layers: int = 12
     position_encoding: str | None = "rotary"
     tie_embeddings: bool = True
-    pad_token: int = 0
+    pad_token: _Token = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(tie_embeddings=self.tie_embeddings)
         pad = self.pad_token
         if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size:
             raise ValueError(f"pad_token must be a token below vocab_size {self.vocab_size}, got {pad!r}")
@@ -268,13 +246,9 @@ def _plain(name: str, value: Any, is_plain: bool = True, depth: int = 0) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"a config must not repeat keys, got {sorted({x for x in names if names.count(x) > 1})}"
-        )
-    return values
+    if repeated := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
+        raise ValueError(f"a config must not repeat keys, got {repeated}")
+    return dict(pairs)
 
 
 def _refuse_constant(text: str) -> float:

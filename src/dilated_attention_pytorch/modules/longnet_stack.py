@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,20 +10,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_flags
+from ..checks import check_count, check_flags
 from ..decode import DilatedKVCache
 from .call_checks import check_caches, check_embedded, check_in_step
-from .layer_parts import magneto_gamma
 from .longnet_config import LongNetDecoderConfig, LongNetEncoderConfig, StackConfig
 from .pretrained import PretrainedModel
-from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from .transformer import (
+    Device,
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    Dtype,
+    Lengths,
+    Mask,
+)
+
+Caches = Sequence[DilatedKVCache] | None
+_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations", "attention_options")
+
+
+def magneto_gamma(num_encoder_layers: int, num_decoder_layers: int, *, is_decoder: bool = False) -> float:
+    """The gain of v_proj, out_proj, fc1 and fc2 that keeps the updates of deep models bounded.
+
+    For N encoder and M decoder layers: sqrt(log(2 N)) or sqrt(log(2 M)) where there is only one of them;
+    else sqrt(log(3 M)) in the decoder and sqrt(log(3 M) log(2 N) / 3) in the encoder.
+    """
+    check_count("num_encoder_layers", num_encoder_layers)
+    check_count("num_decoder_layers", num_decoder_layers)
+    check_flags(is_decoder=is_decoder)
+    own = num_decoder_layers if is_decoder else num_encoder_layers
+    if not own:
+        raise ValueError(f"the {'decoder' if is_decoder else 'encoder'} must have layers, got 0")
+    if not num_encoder_layers or not num_decoder_layers:
+        return math.sqrt(math.log(2 * own))
+    decoder = math.log(3 * num_decoder_layers)
+    return math.sqrt(decoder if is_decoder else decoder * math.log(2 * num_encoder_layers) / 3)
 
 
 class LongNetStack(PretrainedModel):
-    """Layers of one class, one after the other, and a final norm: what encoder and decoder have in common.
-
-    `config` holds the settings; a stack can be saved where they are plain data.
-    """
+    """Layers, one after the other, and a final norm. It can be saved where its settings are plain data."""
 
     config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
     _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
@@ -33,8 +58,8 @@ class LongNetStack(PretrainedModel):
         nhead: int = 12,
         num_layers: int = 12,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -44,13 +69,14 @@ class LongNetStack(PretrainedModel):
         self.config: StackConfig = self.config_class.of(**sizes, **settings)
         config = self.config
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {**config.layer_options(), **placed, "gamma_init": config.gamma_init}
-        if "cross_attention" in config.names():
-            options["cross_attention"] = settings.get("cross_attention")
+        options = {**config.stack_options(), **config.attention_options, **placed}
+        options = {name: value for name, value in options.items() if name not in _NOT_OF_LAYERS}
+        cross_attention = getattr(config, "cross_attention", None)
+        if self._layer_class is DilatedTransformerDecoderLayer:
+            options["cross_attention"] = cross_attention
         if config.gamma_init is None:
             # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
-            num_encoder_layers = 0 if settings.get("cross_attention") is None else 1
-            gain = magneto_gamma(num_encoder_layers, num_layers, is_decoder=True)
+            gain = magneto_gamma(0 if cross_attention is None else 1, num_layers, is_decoder=True)
             options["gamma_init"] = gain if config.sub_layer_norm else 1.0
         self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
         rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
@@ -67,10 +93,7 @@ class LongNetStack(PretrainedModel):
             self.layer_norm.reset_parameters()
 
     def make_caches(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, device: Device = None, dtype: Dtype = None
     ) -> list[DilatedKVCache]:
         """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
         return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
@@ -84,42 +107,34 @@ class LongNetStack(PretrainedModel):
         return [each for each in self.layers if isinstance(each, DilatedTransformerEncoderLayer)]
 
     def _run(
-        self,
-        x: Tensor,
-        arguments: dict[str, Any],
-        caches: Sequence[DilatedKVCache] | None,
-        return_all: bool,
+        self, x: Tensor, call: dict[str, Any], caches: Caches, return_all: bool
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Applies layer by layer, each with `arguments` and its cache, then the final norm."""
+        """Applies layer by layer, each with the arguments `call` and its cache, then the final norm."""
         check_embedded("x", x, self.d_model, "(b, n, d_model)")
         check_flags(return_all=return_all)
         if caches is not None:
-            self._check_cached(x, arguments, caches)
+            self._check_cached(x, call, caches)
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         states = [x] if return_all else []
         for index, layer in enumerate(self.layers):
             if recompute and caches is None:
-                x = checkpoint(layer, x, **arguments, use_reentrant=False)
+                x = checkpoint(layer, x, **call, use_reentrant=False)
             else:
-                x = layer(x, **arguments, cache=None if caches is None else caches[index])
+                x = layer(x, **call, cache=None if caches is None else caches[index])
             if return_all:
                 states.append(x)
         out = x if self.layer_norm is None else self.layer_norm(x)
         return (out, states) if return_all else out
 
-    def _check_cached(self, x: Tensor, arguments: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
-        """Raises before any layer runs: caches of which some had taken the tokens would be out of step.
-
-        What is wrong with other arguments the first layer finds before its cache takes a token.
-        """
+    def _check_cached(self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step."""
         check_caches(caches, len(self.layers))
-        if torch.is_grad_enabled():
-            given = (each for each in (x, *arguments.values()) if isinstance(each, Tensor))
-            if any(each.requires_grad for each in (*given, *self.layers.parameters())):
-                raise ValueError(
-                    "a stack with caches has no gradient: call it under torch.no_grad() or "
-                    "torch.inference_mode(), got inputs or weights that require one"
-                )
+        given = [each for each in (x, *call.values()) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
+            raise ValueError(
+                "a stack with caches has no gradient: call it under torch.no_grad() or "
+                "torch.inference_mode(), got inputs or weights that require one"
+            )
         for layer, cache in zip(self._typed_layers(), caches, strict=True):
             layer.self_attn.check_call(x, is_causal=True, cache=cache)
         check_in_step(caches)
@@ -130,16 +145,14 @@ class LongNetEncoder(LongNetStack):
 
     Args:
         d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
-        dropout, layer_norm_eps, sub_layer_norm: see `DilatedTransformerEncoderLayer`.
         drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
         normalize_output: end with `layer_norm`.
-        gamma_init: gain of the initial weights. By default `magneto_gamma` of a model that is only this
+        gamma_init: gain of the initial weights, by default `magneto_gamma` of a model that is only this
             stack; 1 without sub_layer_norm.
-        checkpoint_activations: keep only the input of each layer for the backward pass, which computes the
-            layer once more; in training only.
-        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths and dilation_rates,
-            position_encoding, num_kv_heads and kind; what is no field goes to the attention modules, such as
-            head_offsets="blocked" or tail="phantom".
+        checkpoint_activations: in training keep only the inputs of the layers and compute them once more.
+        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths, dilation_rates, dropout
+            and kind; what is no field goes to the attention modules, such as head_offsets="blocked", and is
+            refused if these do not know it.
 
     It embeds nothing: tokens, tiles and their absolute positions are the caller's.
     """
@@ -147,12 +160,12 @@ class LongNetEncoder(LongNetStack):
     def forward(
         self,
         x: Tensor,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
         return_all: bool = False,
-        caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        caches: Caches = None,
+        lengths: Lengths = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """x (b, n, d_model) -> (b, n, d_model).
 
@@ -163,8 +176,8 @@ class LongNetEncoder(LongNetStack):
                 gradients.
             lengths: (b,) ints, how many of the n tokens of each row are real, with caches only.
         """
-        arguments = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
-        return self._run(x, arguments, caches, return_all)
+        call = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)
 
 
 class LongNetDecoder(LongNetStack):
@@ -179,28 +192,17 @@ class LongNetDecoder(LongNetStack):
     config_class = LongNetDecoderConfig
     _layer_class = DilatedTransformerDecoderLayer
 
-    def __init__(
-        self,
-        d_model: int = 768,
-        nhead: int = 12,
-        num_layers: int = 12,
-        *,
-        cross_attention: str | None = "dense",
-        **options: Any,
-    ) -> None:
-        super().__init__(d_model, nhead, num_layers, cross_attention=cross_attention, **options)
-
     def forward(
         self,
         x: Tensor,
         memory: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
         is_causal: bool = True,
         *,
         return_all: bool = False,
-        caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        caches: Caches = None,
+        lengths: Lengths = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """x (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
 
@@ -210,11 +212,6 @@ class LongNetDecoder(LongNetStack):
             is_causal: False attends in both directions.
             return_all, caches, lengths: as in `LongNetEncoder.forward`.
         """
-        arguments = {
-            "memory": memory,
-            "tgt_key_padding_mask": key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-            "tgt_is_causal": is_causal,
-            "lengths": lengths,
-        }
-        return self._run(x, arguments, caches, return_all)
+        masks = {"tgt_key_padding_mask": key_padding_mask, "memory_key_padding_mask": memory_key_padding_mask}
+        call = {"memory": memory, **masks, "tgt_is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)

@@ -1,4 +1,4 @@
-"""Positions of queries and keys, rotary (arXiv:2104.09864) or XPOS (arXiv:2212.10554); tiles of a slide."""
+"""Positions of queries and keys, rotary (arXiv:2104.09864) or XPOS (arXiv:2212.10554)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .call_checks import check_positions, require
 ENCODINGS = ("rotary", "xpos")
 DEFAULT_ROTARY_BASE = 10000.0
 DEFAULT_XPOS_SCALE_BASE = 512.0
-_FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
 
 
 def make_position_encoding(
@@ -66,29 +65,25 @@ class RotaryEmbedding(nn.Module):
         self.head_dim, self.base = head_dim, float(base)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned."""
-        positions = self._checked(q, k, positions)
-        cos, sin = self._turns(positions)
+        """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) integers -> q and k, encoded."""
+        *_, cos, sin = self._turns(q, k, positions)
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def check_given(self, positions: Tensor, own: Tensor) -> None:
         """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
 
-    def _checked(self, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        """The positions as int64, if they and the heads fit."""
+    def _turns(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positions as int64, the even features, and of every angle cosine and sine, (b, n, 1, d / 2)."""
         for name, x in (("q", q), ("k", k)):
             if x.dim() != 4 or x.shape[3] != self.head_dim:
                 rule = f"{name} must have the shape (b, n, h, d) with d {self.head_dim}"
                 raise ValueError(f"{rule}, got {tuple(x.shape)}")
         check_positions(positions, *q.shape[:2])
-        return positions.long()
-
-    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every angle, float64 (n, 1, d / 2) or (b, n, 1, d / 2)."""
-        where = _float64_device(positions.device)
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=where) / self.head_dim
-        angles = positions.to(where, torch.float64)[..., None, None] * self.base**-pairs
-        return angles.cos(), angles.sin()
+        # Apple's GPUs have no float64.
+        positions = positions.to("cpu" if positions.device.type == "mps" else positions.device, torch.int64)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.double()[..., None, None] * self.base ** -(pairs / self.head_dim)
+        return positions, pairs, angles.cos(), angles.sin()
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"
@@ -99,11 +94,10 @@ class XPos(RotaryEmbedding):
     zeta_i ** ((query position - key position) / scale_base), zeta_i = (2i + 0.4 d) / (1.4 d).
 
     Queries are multiplied by zeta ** (position / scale_base) and keys divided by it, as in torchscale. These
-    factors stay bounded over any length: positions count anew after each common multiple of the segment
-    lengths, which changes no score, for no segment lies in two of its periods. Where a period is so long that
-    the factors would leave the range of the dtype, positions beyond that are refused.
-
-    Made for causal attention: a query that sees keys after it gives them scores that grow with the distance.
+    factors stay bounded: positions count anew after each common multiple of the segment lengths, which
+    changes no score, for no segment lies in two of its periods. Where a period is so long that the factors
+    would leave the range of the dtype, positions beyond that are refused. Made for causal attention: scores
+    of keys after the query grow with the distance.
 
     Args:
         head_dim, base: as in `RotaryEmbedding`.
@@ -127,10 +121,9 @@ class XPos(RotaryEmbedding):
         self.period = None if period is None or period >= 2**62 else period  # or no position reaches it
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) int64 -> q and k, turned, scaled."""
-        positions = self._checked(q, k, positions)
-        cos, sin = self._turns(positions)
-        factor = self._factors(positions, q.dtype)
+        """As `RotaryEmbedding.forward`, and scaled."""
+        positions, pairs, cos, sin = self._turns(q, k, positions)
+        factor = self._factors(positions, pairs, q.dtype)
         return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
 
     def check_given(self, positions: Tensor, own: Tensor) -> None:
@@ -149,9 +142,9 @@ class XPos(RotaryEmbedding):
         exponent = math.log(torch.finfo(dtype).max) / 2 / -math.log(smallest)
         return int(2 * exponent * self.scale_base)
 
-    def _factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of queries, float64 (n, 1, d / 2) or (b, n, 1, d / 2)."""
-        reach, where = self.reach(dtype), _float64_device(positions.device)
+    def _factors(self, positions: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of queries, float64 (n, 1, d / 2) or (b, n, 1, d / 2); keys are divided by them."""
+        reach = self.reach(dtype)
         local = positions if self.period is None else positions % self.period
         if self.period is None or self.period > reach:
             period = "no period" if self.period is None else f"a period of {self.period}"
@@ -162,9 +155,8 @@ class XPos(RotaryEmbedding):
             )
             require(((local >= 0) & (local < reach)).all(), message)
         half = min(reach, self.period or reach) // 2
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=where)
         zeta = (pairs + 0.4 * self.head_dim) / (1.4 * self.head_dim)
-        exponents = (local - half).to(where, torch.float64) / self.scale_base
+        exponents: Tensor = (local - half).double() / self.scale_base
         return zeta ** exponents[..., None, None]
 
     def extra_repr(self) -> str:
@@ -188,44 +180,3 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _views_as_complex(pairs: Tensor) -> bool:
     *others, last = pairs.stride()
     return last == 1 and not any(stride % 2 for stride in (*others, pairs.storage_offset()))
-
-
-def _float64_device(device: torch.device) -> torch.device:
-    """Where float64 is computed for a device: Apple's GPUs have none."""
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
-    """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
-
-    Coordinates are integers, float32 or float64. A cell outside the grid of slide_ngrids x slide_ngrids is an
-    error; a table of positions that is read by a flat index would give the embedding of another cell.
-    """
-    if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
-        coords = coords.long()  # narrow integers have no room for tile_size
-    elif coords.dtype not in _FINE:
-        raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
-    cells = torch.div(coords, tile_size, rounding_mode="floor")
-    inside = (cells >= 0) & (cells < slide_ngrids)
-    if not inside.all():
-        worst = coords[~inside.all(-1)][0].tolist()
-        raise ValueError(
-            f"coords must lie on the grid, at least 0 and below slide_ngrids x tile_size = "
-            f"{slide_ngrids} x {tile_size} = {slide_ngrids * tile_size}, got a tile at {worst}"
-        )
-    return cells.long()
-
-
-def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.dtype) -> Tensor:
-    """Embeddings (..., width) of cells (..., 2): of the second coordinate in one half, then of the first.
-
-    A half holds the sines, then the cosines of the coordinate at width / 4 frequencies from 1 down towards
-    1 / 10000. The rows of the table (1 + slide_ngrids ** 2, width) of Prov-GigaPath, which takes 3 GB at its
-    sizes, are put together from one axis of the grid. Its row 0, of the class token, is zero.
-    """
-    quarter = width // 4
-    # On the CPU: not every device has float64, in which the angles keep their precision.
-    step = torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter
-    angle = torch.arange(slide_ngrids, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-step
-    axis = torch.cat([angle.sin(), angle.cos()], -1).to(cells.device, dtype)
-    return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)

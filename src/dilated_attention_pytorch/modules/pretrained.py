@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..checks import check_float_dtype
 from .longnet_config import StackConfig
 from .multihead import MultiheadModule
 from .state_dicts import check_fit, read_tensors, replacing, write_tensors
+from .transformer import Device, Dtype
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.pth)(?<!\.safetensors)")  # owner/name, not a file of ours
@@ -29,11 +29,7 @@ class PretrainedModel(nn.Module):
 
     @classmethod
     def from_config(
-        cls: type[_Model],
-        config: StackConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        cls: type[_Model], config: StackConfig, *, device: Device = None, dtype: Dtype = None
     ) -> _Model:
         """A new model with the settings `config` and initial weights."""
         if not isinstance(config, cls.config_class):
@@ -67,20 +63,18 @@ class PretrainedModel(nn.Module):
         cls: type[_Model],
         folder: str | os.PathLike[str],
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         revision: str | None = None,
         **options: Any,
     ) -> _Model:
-        """The model that `save_pretrained` wrote into `folder`, in evaluation mode.
+        """The model that `save_pretrained` wrote into `folder`, in evaluation mode. Needs safetensors.
 
-        `folder` may also be the id "owner/name" of a repository on the Hugging Face Hub that holds the two
-        files, at `revision`: with the package huggingface_hub they are downloaded, unless there is such a
-        folder. `options` are arguments of the class that differ from those saved, such as `dropout=0.1`, or
-        `kind="improved"`, whose projections are joined. The weights have the dtype of the file, or `dtype`.
-        No second copy of them is made: the model is built without memory and takes the tensors of the file.
-        Keys that are missing, unexpected or of another shape are an error that names them. Needs the package
-        safetensors.
+        Where there is no such folder, "owner/name" is a repository on the Hugging Face Hub, from which
+        huggingface_hub downloads the files, at `revision`. `options` are arguments of the class that differ
+        from those saved, such as `dropout=0.1`, or `kind="improved"`, whose projections are joined. The
+        weights have the dtype of the file, or `dtype`; no second copy of them is made. Keys that are missing,
+        unexpected or of another shape are an error that names them.
         """
         path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE), revision)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -89,20 +83,19 @@ class PretrainedModel(nn.Module):
                     f"a model's folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got no {path / name}"
                 )
         config = cls.config_class.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        state = read_tensors(path / WEIGHTS_FILE, device=device)
+        weights = path / WEIGHTS_FILE
+        state = read_tensors(weights, device=device)
         arguments = {**cls._arguments(config), **options}
-        _check_depth(arguments, len(state), source=str(path / WEIGHTS_FILE))
+        # Many more layers than the file can hold are refused before they are built; few are named one by one.
+        for name in ("num_layers", "num_encoder_layers", "num_decoder_layers", "depth"):
+            layers = arguments.get(name)
+            if isinstance(layers, int) and layers > max(100, len(state)):
+                raise ValueError(
+                    f"{weights} must hold {layers} layers ({name}), got {len(state)} tensors in all"
+                )
         model = cls(**arguments, device="meta")
-        assign_tensors(model, state, dtype=dtype, source=str(path / WEIGHTS_FILE))
+        assign_tensors(model, state, dtype=dtype, source=str(weights))
         return model.eval()
-
-
-def _check_depth(arguments: Mapping[str, Any], num_tensors: int, *, source: str) -> None:
-    """Raises for many more layers than the file can hold, before they are built; few are named one by one."""
-    for name in ("num_layers", "num_encoder_layers", "num_decoder_layers", "depth"):
-        layers = arguments.get(name)
-        if isinstance(layers, int) and layers > max(100, num_tensors):
-            raise ValueError(f"{source} must hold {layers} layers ({name}), got {num_tensors} tensors in all")
 
 
 def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: str | None = None) -> Path:
@@ -126,11 +119,7 @@ def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: 
 
 
 def assign_tensors(
-    model: nn.Module,
-    state: MutableMapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    source: str = "the state",
+    model: nn.Module, state: MutableMapping[str, Tensor], *, dtype: Dtype = None, source: str = "the state"
 ) -> None:
     """Makes the tensors of `state` the parameters and buffers of `model`, whose own may be without memory.
 
@@ -142,10 +131,7 @@ def assign_tensors(
         if isinstance(module, MultiheadModule):
             module.regroup(state, f"{path}." if path else "")
     check_fit(model.state_dict(), state, copies=False, source=source)
-    fitting = {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
+    fitting = {name: x.to(dtype or x.dtype) if x.is_floating_point() else x for name, x in state.items()}
     model.load_state_dict(fitting, strict=True, assign=True)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:

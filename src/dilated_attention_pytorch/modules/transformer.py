@@ -5,27 +5,120 @@ Attributes have the names of torchscale, so that its state dicts load as they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..checks import check_flags, keyword_names, one_of, refuse_unknown
+from ..checks import (
+    check_device,
+    check_flags,
+    check_float_dtype,
+    check_positive,
+    check_positive_int,
+    check_probabilities,
+    keyword_names,
+    one_of,
+    refuse_unknown,
+)
 from ..decode import DilatedKVCache
 from .call_checks import check_embedded, explain_mismatch
-from .layer_parts import DenseAttention, DropPath, FeedForward, check_lengths, magneto_gamma
+from .dense import DenseAttention, check_lengths
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 CROSS_ATTENTIONS = ("dense", "dilated")
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+Mask = Tensor | None
+Lengths = Sequence[int] | Tensor | None
 
 
-__all__ = [
-    "DilatedTransformerDecoderLayer",
-    "DilatedTransformerEncoderLayer",
-    "FeedForward",
-    "magneto_gamma",
-]
+class FeedForward(nn.Module):
+    """Two linear layers: dropout(fc2(ffn_layernorm(activation_dropout(activation(fc1(x)))))).
+
+    Args:
+        d_model, dim_feedforward: features of input and output, and between the layers.
+        dropout, activation_dropout: of the output, and after the activation; in training only.
+        activation: "gelu", "relu" or "swish", computed in float32 (float64 for float64) and cast back.
+        layer_norm: the sub-layer norm `ffn_layernorm` over dim_feedforward, with layer_norm_eps.
+        gamma_init: gain of the initial weights, MAGNETO's gamma.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        dim_feedforward: int,
+        *,
+        dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        activation: str = "gelu",
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        check_positive_int("d_model", d_model, bits=28)
+        check_positive_int("dim_feedforward", dim_feedforward, bits=28)
+        check_device(device)
+        check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
+        check_probabilities(dropout=dropout, activation_dropout=activation_dropout)
+        check_flags(layer_norm=layer_norm)
+        one_of("activation", activation, tuple(ACTIVATIONS))
+        check_float_dtype("dtype", dtype)
+        self.activation, self.gamma_init = activation, gamma_init
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fc1 = nn.Linear(d_model, dim_feedforward, **placed)
+        self.ffn_layernorm = nn.LayerNorm(dim_feedforward, layer_norm_eps, **placed) if layer_norm else None
+        self.fc2 = nn.Linear(dim_feedforward, d_model, **placed)
+        self.activation_dropout, self.dropout = nn.Dropout(activation_dropout), nn.Dropout(dropout)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises both layers and the norm. Call it after those of submodules."""
+        for layer in (self.fc1, self.fc2):
+            nn.init.xavier_normal_(layer.weight, self.gamma_init)
+            nn.init.zeros_(layer.bias)
+        if self.ffn_layernorm is not None:
+            self.ffn_layernorm.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., d_model) -> (..., d_model)."""
+        x = self.fc1(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = self.activation_dropout(ACTIVATIONS[self.activation](x.to(wide)).to(x.dtype))
+        out: Tensor = self.dropout(self.fc2(x if self.ffn_layernorm is None else self.ffn_layernorm(x)))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, gamma_init={self.gamma_init!r}"
+
+
+class DropPath(nn.Module):
+    """Drops a residual branch of whole rows of the batch with probability p, in training only."""
+
+    def __init__(self, p: float = 0.0, *, batch_first: bool = True) -> None:
+        super().__init__()
+        check_probabilities(drop_path=p)
+        check_flags(batch_first=batch_first)
+        self.p, self.batch_first = float(p), batch_first
+        # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
+        self._drops = self.p > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (b, n, d), or (n, b, d) with batch_first=False."""
+        if not (self.training and self._drops):
+            return x
+        shape = (x.shape[0], 1, 1) if self.batch_first else (1, x.shape[1], 1)
+        return x * F.dropout(x.new_ones(shape), self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class DilatedTransformerEncoderLayer(nn.Module):
@@ -41,9 +134,9 @@ class DilatedTransformerEncoderLayer(nn.Module):
         activation: "gelu", "relu" or "swish".
         sub_layer_norm: MAGNETO's norms before the last projection of either part.
         gamma_init: gain of the initial weights; `magneto_gamma` gives it by depth.
-        num_kv_heads, position_encoding, attention_options: of the attention; see `MultiheadDilatedAttention`.
         kind: of the attention, one of `MULTIHEAD_KINDS`.
         batch_first: tensors are (b, n, d_model); (n, b, d_model) if False.
+        attention_options: such as num_kv_heads and position_encoding; see `MultiheadDilatedAttention`.
 
     Always pre-norm: there is no norm_first. In an `nn.TransformerEncoder` pass enable_nested_tensor=False.
     """
@@ -64,12 +157,10 @@ class DilatedTransformerEncoderLayer(nn.Module):
         drop_path: float = 0.0,
         sub_layer_norm: bool = True,
         gamma_init: float = 1.0,
-        num_kv_heads: int | None = None,
-        position_encoding: str | None = None,
         kind: str = "standard",
         batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **attention_options: Any,
     ) -> None:
         super().__init__()
@@ -77,30 +168,14 @@ class DilatedTransformerEncoderLayer(nn.Module):
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
         refuse_unknown(type(self).__name__, attention_options, self.option_names(kind))
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
-        self.self_attn: MultiheadDilatedAttention = MULTIHEAD_KINDS[kind](
-            d_model,
-            nhead,
-            segment_lengths,
-            dilation_rates,
-            attention_dropout,
-            layer_norm=sub_layer_norm,
-            num_kv_heads=num_kv_heads,
-            position_encoding=position_encoding,
-            batch_first=batch_first,
-            **shared,
-            **attention_options,
-        )
+        shared = {"layer_norm": sub_layer_norm, "layer_norm_eps": layer_norm_eps, **placed}
+        shared["gamma_init"] = gamma_init
+        make: Callable[..., MultiheadDilatedAttention] = MULTIHEAD_KINDS[kind]
+        how = (segment_lengths, dilation_rates, attention_dropout)
+        self.self_attn = make(d_model, nhead, *how, batch_first=batch_first, **shared, **attention_options)
         self.self_attn_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
-        self.ffn = FeedForward(
-            d_model,
-            dim_feedforward,
-            dropout=dropout,
-            activation_dropout=activation_dropout,
-            activation=activation,
-            layer_norm=sub_layer_norm,
-            **shared,
-        )
+        inside: dict[str, Any] = {"activation": activation, "activation_dropout": activation_dropout}
+        self.ffn = FeedForward(d_model, dim_feedforward, dropout=dropout, **inside, **shared)
         self.final_layer_norm = nn.LayerNorm(d_model, layer_norm_eps, **placed)
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path, batch_first=batch_first)
@@ -119,12 +194,12 @@ class DilatedTransformerEncoderLayer(nn.Module):
     def forward(
         self,
         src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
+        src_mask: Mask = None,
+        src_key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        lengths: Lengths = None,
     ) -> Tensor:
         """src (b, n, d_model) -> (b, n, d_model).
 
@@ -136,9 +211,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         """
         self._check_input("src", src)
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
-        return self._feed_forward(
-            self._attend_self(src, **masks, is_causal=is_causal, cache=cache, lengths=lengths)
-        )
+        x = self._attend_self(src, **masks, is_causal=is_causal, cache=cache, lengths=lengths)
+        return self._feed_forward(x)
 
     def _check_input(self, name: str, x: Tensor) -> None:
         layout = "(b, n, d_model)" if self.self_attn.batch_first else "(n, b, d_model)"
@@ -159,8 +233,7 @@ class DilatedTransformerEncoderLayer(nn.Module):
 
 
 class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
-    """The encoder layer with attention to a memory between its parts; called like
-    `nn.TransformerDecoderLayer`.
+    """The encoder layer with attention to a memory in between; called like `nn.TransformerDecoderLayer`.
 
     Args:
         cross_attention: "dense" attends to all of a memory of any length, "dilated" in the pattern of the
@@ -191,24 +264,17 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self.encoder_attn_layer_norm: nn.LayerNorm | None = None
         if cross_attention is None:
             return
-        own, eps = self.self_attn, self.self_attn_layer_norm.eps
+        own: MultiheadModule = self.self_attn
         placed: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
-        self.encoder_attn_layer_norm = nn.LayerNorm(d_model, eps, **placed)
-        shape: dict[str, Any] = {
-            "num_kv_heads": own.num_kv_heads,
-            "gamma_init": own.gamma_init,
-            "batch_first": own.batch_first,
-            "layer_norm": False,
-            **placed,
-        }
+        self.encoder_attn_layer_norm = nn.LayerNorm(d_model, self.self_attn_layer_norm.eps, **placed)
+        same = ("num_kv_heads", "gamma_init", "batch_first")
+        shape: dict[str, Any] = {"layer_norm": False, **{name: getattr(own, name) for name in same}, **placed}
         dropout = options.get("attention_dropout", 0.0)
         if cross_attention == "dense":
-            dense = DenseAttention(options.get("softmax_scale"), dropout)
-            self.encoder_attn = MultiheadModule(
-                d_model, nhead, dense, bias=options.get("bias", True), **shape
-            )
+            dense, bias = DenseAttention(options.get("softmax_scale"), dropout), options.get("bias", True)
+            self.encoder_attn = MultiheadModule(d_model, nhead, dense, bias=bias, **shape)
         else:
-            unlike = {*keyword_names(DilatedTransformerEncoderLayer), *POSITION_OPTIONS}
+            unlike = {*keyword_names(DilatedTransformerEncoderLayer), *POSITION_OPTIONS, *shape}
             pattern = {name: value for name, value in options.items() if name not in unlike}
             make: Callable[..., MultiheadModule] = type(own)
             branches = (segment_lengths, dilation_rates, dropout)
@@ -218,15 +284,15 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         tgt: Tensor,
         memory: Tensor | None = None,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        tgt_mask: Mask = None,
+        memory_mask: Mask = None,
+        tgt_key_padding_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
         tgt_is_causal: bool = True,
         memory_is_causal: bool = False,
         *,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
+        lengths: Lengths = None,
     ) -> Tensor:
         """tgt (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
 
@@ -240,12 +306,10 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             cache, lengths: of the self-attention, as in `MultiheadModule.forward`.
         """
         self._check_input("tgt", tgt)
+        check_flags(memory_is_causal=memory_is_causal)
         masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
         cross = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
-        check_flags(memory_is_causal=memory_is_causal)
-        self._check_memory(memory, cross, memory_is_causal, cache)
-        if cache is not None and memory is not None:  # which must not take tokens that then find no memory
-            self._check_cross(tgt, memory, cross, memory_is_causal)
+        self._check_memory(tgt, memory, {**cross, "is_causal": memory_is_causal}, cache)
         x = self._attend_self(tgt, **masks, is_causal=tgt_is_causal, cache=cache, lengths=lengths)
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
             normed = self.encoder_attn_layer_norm(x)
@@ -253,35 +317,33 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             x = x + self.drop_path(self.dropout(attended))
         return self._feed_forward(x)
 
-    def _check_cross(self, tgt: Tensor, memory: Tensor, masks: dict[str, Any], is_causal: bool) -> None:
-        """Raises what cross attention would, before self-attention runs."""
-        assert self.encoder_attn is not None
-        self._check_input("memory", memory)
-        explain_mismatch(tgt, "tgt", memory=memory)
-        self.encoder_attn.check_call(tgt, memory, **masks, is_causal=is_causal)
-        if self.cross_attention == "dense":
-            time = 1 if self.self_attn.batch_first else 0
-            check_lengths(tgt.shape[time], memory.shape[time], is_causal)
-
     def _check_memory(
-        self, memory: Tensor | None, masks: dict[str, Any], is_causal: bool, cache: DilatedKVCache | None
+        self, tgt: Tensor, memory: Tensor | None, call: dict[str, Any], cache: DilatedKVCache | None
     ) -> None:
-        if self.cross_attention is None:
-            mask, padding = masks.values()
-            given = {"memory": memory, "memory_mask": mask, "memory_key_padding_mask": padding}
-            names = [name for name, value in given.items() if value is not None]
-            if names or is_causal:
-                got = ", ".join(names or ["memory_is_causal"])
-                raise ValueError(f"a layer without cross attention takes no memory, got {got}")
-        elif memory is None:
+        """Raises where the layer cannot read such a memory; with a cache all that cross attention would."""
+        if self.encoder_attn is None:
+            names = ("memory", "memory_mask", "memory_key_padding_mask", "memory_is_causal")
+            given = dict(zip(names, (memory, *call.values()), strict=True)).items()
+            if found := [name for name, value in given if value is not None and value is not False]:
+                raise ValueError(f"a layer without cross attention takes no memory, got {', '.join(found)}")
+            return
+        if memory is None:
             raise ValueError(f"{self.cross_attention} cross attention needs a memory, got None")
-        elif self.cross_attention == "dense" and self.self_attn.is_sharded:
+        if self.cross_attention == "dense" and self.self_attn.is_sharded:
             raise ValueError(
                 "dense cross attention needs all of the memory in each process, got layers whose sequences "
                 "several processes share (cross_attention='dilated' goes around their ring)"
             )
-        elif cache is not None and self.cross_attention == "dilated":
+        if cache is None:
+            return
+        if self.cross_attention == "dilated":
             raise ValueError(
                 "dilated cross attention needs all of the target beside its memory, got a cache "
                 "(cross_attention='dense' decodes)"
             )
+        # Before self-attention runs, or the cache would take tokens that then find no memory.
+        self._check_input("memory", memory)
+        explain_mismatch(tgt, "tgt", memory=memory)
+        self.encoder_attn.check_call(tgt, memory, **call)
+        time = 1 if self.self_attn.batch_first else 0
+        check_lengths(tgt.shape[time], memory.shape[time], call["is_causal"])
