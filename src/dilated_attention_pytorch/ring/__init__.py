@@ -1,11 +1,9 @@
 """WHERE rows live: attention over sequences that several processes hold in parts."""
 
 from .agreement import sharing_errors
-from .attention import ring_dilated_attention
-from .block_sparse import ring_block_sparse_attention
+from .attention import ring_block_sparse_attention, ring_dilated_attention
 from .comm import RingError, Traffic, group_size, ring_traffic
-from .rounds import even_shards
-from .schedule import RingSchedule, plan_ring
+from .schedule import RingSchedule, even_shards, plan_ring
 from .shards import shard_bounds, shard_lengths_of, shard_positions, shard_sequence, unshard_sequence
 
 __all__ = [

@@ -1,47 +1,59 @@
-"""A kernel on a rank's shard of a call, with the keys of other ranks; known to autograd."""
+"""A rank's part of a call: a kernel on its shard and the keys of other ranks, known to autograd.
+
+Strategy "ring" sends keys to the queries that need them. Strategy "ulysses" exchanges tokens for heads before
+and heads for tokens afterwards, so that each rank attends all tokens of some heads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.pattern_cache import get_global_pattern_cache
+from ..core.sources import find_source
+from ..core.workspace import Workspace
 from ..kernels import Merged
 from ..ops import RunOptions, Tensors, attention_inputs, without_autocast
 from ..plan import Pass
-from .agreement import lend_workspace
-from .comm import Ring
+from .comm import Message, Ring
 from .remote_kv import RingKV
-from .rounds import Schedule
+from .schedule import RingSchedule
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """The static part of a rank's call, and the passes on it."""
+    """The static part of a rank's call."""
 
     ring: Ring
-    schedule: Schedule
+    schedule: RingSchedule
     options: RunOptions
+
+    def workspace(self, device: torch.device) -> AbstractContextManager[Workspace]:
+        """Scratch from where `memory` says.
+
+        A rank that runs out of memory does not try again in smaller batches as it would alone: others would
+        not.
+        """
+        lend = find_source(self.options.memory)
+        return nullcontext(Workspace()) if lend is None else lend(device)
 
     def run(self, tensors: Tensors, merged: Merged | None = None) -> Any:
         """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
         direction: Pass = "forward" if merged is None else "backward"
-        device, options = tensors.q.device, self.options
-        with without_autocast(device), lend_workspace(options.memory, device) as workspace:
-            kernel, inputs = attention_inputs(options, tensors, workspace)
-            cache = get_global_pattern_cache() if options.use_pattern_cache else None
-            rank, size = self.ring.rank, options.workspace_bytes
-            plan = self.schedule.own_plan(rank, inputs.shape, direction, size, cache)
-            remote = None
+        device, rank = tensors.q.device, self.ring.rank
+        with without_autocast(device), self.workspace(device) as workspace:
+            kernel, inputs = attention_inputs(self.options, tensors, workspace)
+            plan, remote = self.schedule.plan(rank, direction), None
             if self.schedule.steps(rank):
-                remote = RingKV(self.ring, self.schedule, inputs, direction, size)
-            results: tuple[Tensor, ...]
+                remote = RingKV(self.ring, self.schedule, inputs, direction)
             if merged is None:
-                results = kernel.forward(plan, inputs, remote)
+                results: tuple[Tensor, ...] = kernel.forward(plan, inputs, remote)
             else:
                 results = kernel.backward(plan, inputs, merged, remote)
             if remote is not None:
@@ -49,10 +61,32 @@ class RankCall:
         return results
 
 
-def attend(tensors: Tensors, call: RankCall) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank."""
-    result: tuple[Tensor, Tensor] = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
-    return result
+def attend_shard(tensors: Tensors, call: RankCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse), of a rank's shard (b, n_local, heads, d); its masks of dropout are its own."""
+    if call.options.dropout_p:  # ranks that share a seed must not share masks
+        drawn = torch.randint(2**61, (1,), device="cpu")
+        tensors = tensors._replace(seed=(drawn + call.ring.rank * 2**50) % 2**62)
+    if call.schedule.strategy == "ring":
+        out, lse = _attend(tensors, call)
+        return (out, lse) if return_lse else out
+    h, h_kv = call.schedule.shape[2:4]
+    q, k, v = _Exchange.apply(call, (h, h_kv, h_kv), True, *tensors[:3])  # type: ignore[no-untyped-call]
+    mask = None if tensors.key_mask is None else _all_tokens(tensors.key_mask, call)
+    out, lse = _attend(tensors._replace(q=q, k=k, v=v, key_mask=mask), call)
+    results = (out, lse.transpose(1, 2).unsqueeze(-1)) if return_lse else (out,)
+    out, *lses = _Exchange.apply(call, (h,) * len(results), False, *results)  # type: ignore[no-untyped-call]
+    return (out, lses[0].squeeze(-1).transpose(1, 2)) if return_lse else out
+
+
+def _attend(tensors: Tensors, call: RankCall) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors[:3]
+    if q.shape[1] and q.shape[2]:
+        result: tuple[Tensor, Tensor] = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
+        return result
+    # No tokens, or no heads: nothing to attend, but gradients to pass on. The product saves a tensor for
+    # backward, or activation checkpointing would not call this rank again with the others.
+    out = (q + k.sum() + v.sum()) * q.new_ones(())
+    return out, out.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
 
 
 class _Attention(torch.autograd.Function):
@@ -73,3 +107,78 @@ class _Attention(torch.autograd.Function):
         merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
         gradients = ctx.call.run(Tensors(*tensors), merged)
         return *gradients, *(None,) * (len(tensors) - 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Tokens for heads: (b, n_local, heads, d) of all `heads` -> (b, n, heads, d) of this rank's; or back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RankCall, heads: tuple[int, ...], to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way = call, heads, to_heads
+        return _exchange(call, heads, to_heads, tensors, "forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        call, heads, to_heads = ctx.way
+        return None, None, None, *_exchange(call, heads, not to_heads, gradients, "backward")
+
+
+def _exchange(
+    call: RankCall, heads: tuple[int, ...], to_heads: bool, tensors: tuple[Tensor, ...], direction: Pass
+) -> tuple[Tensor, ...]:
+    """Messages are (tokens, b, heads, d), so that those of tokens arrive in place."""
+    ring, schedule, results = call.ring, call.schedule, []
+    what = f"{direction} pass, {'tokens to heads' if to_heads else 'heads to tokens'}"
+    everyone = range(ring.size)
+    others = [peer for peer in everyone if peer != ring.rank]
+    all_of = slice(None)
+    with call.workspace(tensors[0].device) as workspace:
+        for x, total in zip(tensors, heads, strict=True):
+            ends = [share * (total // schedule.shape.h_kv) for share in schedule.head_shares]
+            of_heads = [(all_of, all_of, slice(*pair)) for pair in pairwise(accumulate(ends, initial=0))]
+            of_tokens = [(slice(*schedule.shard(rank)), all_of, all_of) for rank in everyone]
+            from_, into = (of_heads, of_tokens) if to_heads else (of_tokens, of_heads)
+            source = x.transpose(0, 1)
+            own = source[from_[ring.rank]]
+            shape = [schedule.shape.n, own.shape[1], own.shape[2], own.shape[3]]
+            if not to_heads:
+                shape[0], shape[2] = own.shape[0], total
+            result = workspace.result(tuple(shape), x.dtype, x.device)
+            result[into[ring.rank]].copy_(own)
+            places = [(peer, result[into[peer]]) for peer in others]
+            arriving = places if to_heads else list(_pack(places, workspace, "comm_in", is_full=False))
+            leaving = list(
+                _pack([(peer, source[from_[peer]]) for peer in others], workspace, "comm_out", is_full=True)
+            )
+            ring.exchange(what, arriving, leaving)
+            for (_, place), (_, arrived) in zip(places, arriving, strict=True):
+                if arrived is not place:
+                    place.copy_(arrived)
+            results.append(result.transpose(0, 1))
+    return tuple(results)
+
+
+def _pack(messages: list[Message], workspace: Workspace, slot: str, is_full: bool) -> Iterator[Message]:
+    """Contiguous memory for each message, side by side; with its content, or for what will arrive."""
+    if not messages:
+        return
+    like, at = messages[0][1], 0
+    packed = workspace.take(slot, (sum(x.numel() for _, x in messages),), like.dtype, like.device)
+    for peer, x in messages:
+        part = packed[at : at + x.numel()].view(x.shape)
+        yield peer, part.copy_(x) if is_full else part
+        at += x.numel()
+
+
+def _all_tokens(mask: Tensor, call: RankCall) -> Tensor:
+    """(b, n) of all ranks' masks (b, n_local)."""
+    ring, schedule = call.ring, call.schedule
+    everyone = torch.empty(schedule.shape.n, mask.shape[0], dtype=torch.uint8, device=mask.device)
+    shards = [everyone[slice(*schedule.shard(rank))] for rank in range(ring.size)]
+    own = shards[ring.rank].copy_(mask.transpose(0, 1))
+    arriving = [(peer, shard) for peer, shard in enumerate(shards) if peer != ring.rank]
+    ring.exchange("forward pass, masks", arriving, [(peer, own) for peer, _ in arriving])
+    return everyone.bool().transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Keys and values on their way around the ring, a chunk ahead of the computation; gradients going back."""
+"""Keys and values of other ranks, received a step ahead of the computation; gradients on their way back."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from torch import Tensor
 from ..kernels import Inputs
 from ..kernels.rows import FlatRows, Rows
 from ..plan import Pass, Plan, Range, Region
-from .comm import Pending, Ring
-from .positions import Positions, list_positions
-from .rounds import Round, Schedule, Transfer
+from .comm import Message, Pending, Ring
+from .needs import list_positions
+from .schedule import RingSchedule, Step, Transfer
 
 
-class ReceivedChunk:
-    """Keys and values of some positions of another rank, as rows: batch by batch, head by head of a lane."""
+class RemoteChunk:
+    """Keys and values (2, rows, d) of another rank: batch by batch, head by head, by position."""
 
     def __init__(
-        self, plan: Plan, step: Round, transfer: Transfer, inputs: Inputs, start: int, keys: Tensor
+        self, plan: Plan, step: Step, inputs: Inputs, start: int, keys: Tensor, mask: Tensor | None
     ) -> None:
-        self.plan, self.transfer, self.inputs, self.keys = plan, transfer, inputs, keys
-        self.mask: Tensor | None = None
+        assert step.receive is not None
+        self.plan, self.inputs, self.keys, self.mask = plan, inputs, keys, mask
         self.gradients: Tensor | None = None
-        batch = inputs.k.shape[0]
-        # From one batch to the next in rows, or in the list of heads if batches differ.
-        per_batch = transfer.differs_by_batch(batch)
-        self.steps = torch.tensor([step.lane[1] if per_batch else 0, 0, 1]), step.lane[0]
-        self.batch_step = 0 if per_batch else keys.shape[1] // max(1, batch)
-        low, high = transfer.keys
-        self.span, self.shift = high - low, start - low
-        lists = [list_positions(each) + (i * self.span - low) for i, each in enumerate(transfer.needs)]
-        self.positions = torch.cat(lists).to(keys.device)
+        transfer, (low, high) = step.receive, step.receive.keys
+        self.first_head, self.span, self.shift = step.kv[0], high - low, start - low
+        # From one batch to the next in the list of needs or, if batches share it, in rows.
+        is_shared = transfer.num_alike > 1
+        self.list_step = 0 if is_shared else step.kv[1]
+        self.row_step = keys.shape[1] // transfer.num_alike if is_shared else 0
+        number, position = _listed(transfer)
+        self.order = (number * self.span + position - low).to(keys.device)
         self._last: tuple[Rows, Tensor] | None = None
 
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -54,14 +53,12 @@ class ReceivedChunk:
     def _index(self, rows: Rows) -> Tensor:
         """The numbers of rows among those of the chunk; backward asks for them twice in a row."""
         if self._last is None or self._last[0] is not rows:
-            device, places = self.keys.device, rows.places
-            steps, first = self.steps
-            lists = (places @ steps - first).to(device)
-            times = rows.numbers((0, 1, 0), device=device).view(len(places), -1)
-            wanted = lists[:, None] * self.span + times + self.shift
-            index = torch.searchsorted(self.positions, wanted)
-            index += (places[:, :1] * self.batch_step).to(device)
-            self._last = rows, index.flatten()
+            device = self.keys.device
+            batch, _, head = rows.places.to(device).unbind(1)
+            times = rows.numbers((0, 1, 0), device=device).view(len(batch), -1)
+            number = batch * self.list_step + head - self.first_head
+            index = torch.searchsorted(self.order, number[:, None] * self.span + times + self.shift)
+            self._last = rows, (index + (batch * self.row_step)[:, None]).flatten()
         return self._last[1]
 
 
@@ -74,48 +71,44 @@ class _Moving(NamedTuple):
 
 
 class RingKV:
-    """The rounds of one pass of a rank. Round i + 1 is under way while round i is attended.
+    """The steps of one pass of a rank. Step i + 1 is under way while step i is attended.
 
-    All ranks count the same rounds, also those in which they neither send nor receive, so that they begin the
-    transfers of a pair in the same order.
+    All ranks count the same steps, also those in which they neither send nor receive, so that both ranks of a
+    pair begin their transfers in the same order.
     """
 
-    def __init__(
-        self, ring: Ring, schedule: Schedule, inputs: Inputs, direction: Pass, workspace_bytes: int
-    ) -> None:
+    def __init__(self, ring: Ring, schedule: RingSchedule, inputs: Inputs, direction: Pass) -> None:
         self.ring, self.schedule, self.inputs, self.direction = ring, schedule, inputs, direction
-        self.workspace_bytes = workspace_bytes
-        self.rounds = {each.number: each for each in schedule.rounds(ring.rank)}
-        self.own = _OwnRows(inputs, schedule.shard(ring.rank)[0])
+        self.steps = {step.number: step for step in schedule.steps(ring.rank)}
+        self.start, self.own = schedule.shard(ring.rank)[0], (FlatRows.of(inputs.k), FlatRows.of(inputs.v))
         self._moving: dict[int, _Moving] = {}
         self._returning: dict[int, _Moving] = {}
         self._next = 0
         self._begin_until(0)
 
-    def chunks(self, region: Region) -> Iterator[ReceivedChunk]:
-        """What this rank's queries attend of other ranks, for the key heads of a region: a lane."""
-        for number in self._rounds_of(region.kv):
-            chunk = self._arrived(number)
+    def chunks(self, region: Region) -> Iterator[RemoteChunk]:
+        """What this rank's queries attend of other ranks, for the key heads of a region."""
+        for number in self._numbers(region.kv):
+            chunk = self._receive(number)
             if chunk is not None:
                 yield chunk
 
-    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[ReceivedChunk]:
-        """As `chunks`; the gradients that a chunk was given leave for its owner.
+    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[RemoteChunk]:
+        """As `chunks`; the gradients that a chunk was given are sent to its owner.
 
-        What other ranks computed of this rank's keys is added to dk and dv (b, n, heads of the region, d).
+        What other ranks computed for this rank's keys is added to dk and dv (b, n, heads of the region, d).
         """
         sums = FlatRows.of(dk), FlatRows.of(dv)
         for x, (rows, _) in zip((dk, dv), sums, strict=True):
             assert rows.data_ptr() == x.data_ptr(), f"a copy would lose what is added to it: {x.stride()}"
         previous = None
-        for number in self._rounds_of(region.kv):
-            chunk = self._arrived(number)
-            self._free(self._returning, number)
+        for number in self._numbers(region.kv):
+            chunk = self._receive(number)
+            _wait_for_slot(self._returning, number)
             if chunk is not None:
-                slot = f"comm_grad_out_{number % 2}"
-                dtype, device = self.inputs.accumulate_dtype, chunk.keys.device
-                shape = tuple(chunk.keys.shape)
-                chunk.gradients = self.inputs.workspace.take(slot, shape, dtype, device).zero_()
+                chunk.gradients = self._take(
+                    "grad_out", number, chunk.keys.shape[1], is_gradient=True
+                ).zero_()
                 yield chunk
             self._return(number, chunk)
             self._collect(previous, sums)
@@ -123,76 +116,86 @@ class RingKV:
         self._collect(previous, sums)
 
     def finish(self) -> None:
-        """Waits for all that is still leaving: its memory is about to serve others."""
+        """Waits until everything has left: its memory is about to serve others."""
         for moving in (*self._moving.values(), *self._returning.values()):
             moving.pending.wait_left()
 
-    def _rounds_of(self, lane: Range) -> Iterator[int]:
-        """The numbers of a lane's rounds; the next round begins as one is taken up."""
-        first = self.schedule.lanes.index(lane) * self.schedule.rounds_a_lane
-        for number in range(first, first + self.schedule.rounds_a_lane):
+    def _numbers(self, kv: Range) -> Iterator[int]:
+        """The steps of a group of key heads; the next one begins as one is taken up."""
+        count = self.schedule.steps_a_group
+        first = self.schedule.kv_groups.index(kv) * count
+        for number in range(first, first + count):
             self._begin_until(number + 1)
             yield number
 
     def _what(self, number: int) -> str:
-        total = len(self.schedule.lanes) * self.schedule.rounds_a_lane
+        total = len(self.schedule.kv_groups) * self.schedule.steps_a_group
         return f"{self.direction} pass, step {number + 1} of {total}"
 
-    def _begin_until(self, last: int) -> None:
-        while self._next <= last:
-            self._begin(self._next)
-            self._next += 1
+    def _take(self, name: str, number: int, rows: int, is_gradient: bool = False) -> Tensor:
+        """A buffer (2, rows, d); those of two steps are in use at a time."""
+        k = self.inputs.k
+        dtype = self.inputs.accumulate_dtype if is_gradient else k.dtype
+        return self.inputs.workspace.take(
+            f"comm_{name}_{number % 2}", (2, rows, k.shape[-1]), dtype, k.device
+        )
 
-    def _begin(self, number: int) -> None:
-        step = self.rounds.get(number)
-        if step is None:
-            return
-        inputs, slot = self.inputs, number % 2
-        self._free(self._moving, number)
-        receives, sends = [], []
+    def _take_mask(self, name: str, number: int, rows: int) -> Tensor:
+        slot = f"comm_mask_{name}_{number % 2}"
+        return self.inputs.workspace.take(slot, (rows,), torch.uint8, self.inputs.k.device)
+
+    def _begin_until(self, last: int) -> None:
+        for number in range(self._next, last + 1):
+            if number in self.steps:
+                self._begin(number, self.steps[number])
+        self._next = max(self._next, last + 1)
+
+    def _begin(self, number: int, step: Step) -> None:
+        _wait_for_slot(self._moving, number)
+        receives, sends = list[Message](), list[Message]()
         keys = mask = None
-        d, device = inputs.k.shape[-1], inputs.k.device
-        if step.receive is not None:
-            rows = step.receive.rows
-            keys = inputs.workspace.take(f"comm_in_{slot}", (2, rows, d), inputs.k.dtype, device)
-            receives.append((step.receive.peer, keys))
-            if inputs.key_mask is not None:
-                mask = inputs.workspace.take(f"comm_mask_in_{slot}", (rows,), torch.uint8, device)
-                receives.append((step.receive.peer, mask))
-        if step.send is not None:
-            packed = inputs.workspace.take(f"comm_out_{slot}", (2, step.send.rows, d), inputs.k.dtype, device)
-            sends.append((step.send.peer, self.own.pack(step.send, step.lane, packed)))
-            if inputs.key_mask is not None:
-                packed = inputs.workspace.take(
-                    f"comm_mask_out_{slot}", (step.send.rows,), torch.uint8, device
-                )
-                sends.append((step.send.peer, self.own.pack_mask(step.send, packed)))
+        if (source := step.receive) is not None:
+            keys = self._take("in", number, source.rows)
+            receives.append((source.peer, keys))
+            if self.inputs.key_mask is not None:
+                mask = self._take_mask("in", number, source.rows)
+                receives.append((source.peer, mask))
+        if (target := step.send) is not None:
+            packed, (k, v) = self._take("out", number, target.rows), self.own
+            index = self._index(target, k, step.kv)
+            torch.index_select(k.rows, 0, index, out=packed[0])
+            index = index if k.steps == v.steps else self._index(target, v, step.kv)
+            torch.index_select(v.rows, 0, index, out=packed[1])
+            sends.append((target.peer, packed))
+            if self.inputs.key_mask is not None:
+                flags = self.inputs.key_mask.contiguous().view(torch.uint8)
+                index = self._index(target, FlatRows(flags.view(-1, 1), (flags.shape[1], 1, 0)), step.kv)
+                packed = self._take_mask("out", number, target.rows)
+                sends.append((target.peer, torch.index_select(flags.flatten(), 0, index, out=packed)))
         self._moving[number] = _Moving(self.ring.start(self._what(number), receives, sends), keys, mask)
 
-    def _arrived(self, number: int) -> ReceivedChunk | None:
+    def _receive(self, number: int) -> RemoteChunk | None:
         if number not in self._moving:
             return None
-        step, (pending, keys, mask) = self.rounds[number], self._moving[number]
+        step, (pending, keys, mask) = self.steps[number], self._moving[number]
         pending.wait_arrived()
-        if step.receive is None or keys is None:
+        if keys is None:
             return None
-        rank, shape, how = self.ring.rank, self.inputs.shape, (self.direction, self.workspace_bytes)
-        plan = self.schedule.chunk_plan(rank, shape, step, *how)
-        chunk = ReceivedChunk(plan, step, step.receive, self.inputs, self.schedule.shard(rank)[0], keys)
-        chunk.mask = None if mask is None else mask.bool()
-        return chunk
+        plan = self.schedule.plan(self.ring.rank, self.direction, step)
+        mask = None if mask is None else mask.bool()
+        return RemoteChunk(plan, step, self.inputs, self.start, keys, mask)
 
-    def _return(self, number: int, chunk: ReceivedChunk | None) -> None:
-        step = self.rounds.get(number)
+    def _return(self, number: int, chunk: RemoteChunk | None) -> None:
+        """Begins to send the gradients of a chunk, and to receive those of what was sent in its step."""
+        step = self.steps.get(number)
         if step is None:
             return
-        sends = [] if chunk is None or chunk.gradients is None else [(chunk.transfer.peer, chunk.gradients)]
-        receives, sums = [], None
+        receives, sends = list[Message](), list[Message]()
+        sums = None
+        if step.receive is not None and chunk is not None and chunk.gradients is not None:
+            sends.append((step.receive.peer, chunk.gradients))
         if step.send is not None:
-            k = self.inputs.k
-            shape = (2, step.send.rows, k.shape[-1])
-            slot, dtype = f"comm_grad_in_{number % 2}", self.inputs.accumulate_dtype
-            sums = self.inputs.workspace.take(slot, shape, dtype, k.device)
+            sums = self._take("grad_in", number, step.send.rows, is_gradient=True)
             receives.append((step.send.peer, sums))
         what = f"{self._what(number)}, gradients"
         self._returning[number] = _Moving(self.ring.start(what, receives, sends), sums)
@@ -202,59 +205,31 @@ class RingKV:
             return
         pending, parts, _ = self._returning[number]
         pending.wait_arrived()
-        step = self.rounds[number]
+        step = self.steps[number]
         if parts is None or step.send is None:
             return
-        index = self.own.index(step.send, sums[0], first_head=0)
+        index = self._index(step.send, sums[0], (0, step.kv[1]))
         for total, part in zip(sums, parts, strict=True):
             total.rows.index_add_(0, index, part)
 
-    @staticmethod
-    def _free(moving: dict[int, _Moving], number: int) -> None:
-        """Waits until what shares a slot with a round has left."""
-        for earlier in [x for x in moving if x < number and (number - x) % 2 == 0]:
-            moving.pop(earlier).pending.wait_left()
+    def _index(self, transfer: Transfer, rows: FlatRows, kv: Range) -> Tensor:
+        """The numbers, in `rows`, of the keys of a transfer; its heads are `kv`, (first, number), there."""
+        per_batch, per_token, per_head = rows.steps
+        number, position = _listed(transfer)
+        index = (position - self.start) * per_token + (kv[0] + number % kv[1]) * per_head
+        index += number // kv[1] * per_batch
+        batches = torch.arange(transfer.num_alike, device="cpu") * per_batch
+        return (batches[:, None] + index).flatten().to(rows.rows.device)
 
 
-class _OwnRows:
-    """The rows of this rank's keys and values that others ask for."""
+def _listed(transfer: Transfer) -> tuple[Tensor, Tensor]:
+    """The number of its list of needs, and the position, of each key of a transfer."""
+    lists = [list_positions(needed) for needed in transfer.needs]
+    counts = torch.tensor([len(x) for x in lists], device="cpu")
+    return torch.repeat_interleave(torch.arange(len(lists), device="cpu"), counts), torch.cat(lists)
 
-    def __init__(self, inputs: Inputs, start: int) -> None:
-        self.k, self.v, self.mask = FlatRows.of(inputs.k), FlatRows.of(inputs.v), inputs.key_mask
-        self.batch, self.start = inputs.k.shape[0], start
 
-    def index(self, transfer: Transfer, rows: FlatRows, first_head: int) -> Tensor:
-        """The numbers, in `rows`, of a transfer's keys; its first head is number `first_head` there."""
-        per_batch = transfer.differs_by_batch(self.batch)
-        num_heads = len(transfer.needs) // (self.batch if per_batch else 1)
-        lists = []
-        for i, needed in enumerate(transfer.needs):
-            batch, head = divmod(i, num_heads)
-            lists.append(
-                self._tokens(needed) * rows.steps[1]
-                + (first_head + head) * rows.steps[2]
-                + batch * rows.steps[0]
-            )
-        index = torch.cat(lists)
-        if not per_batch:
-            index = (torch.arange(self.batch, device="cpu")[:, None] * rows.steps[0] + index).flatten()
-        return index.to(rows.rows.device)
-
-    def pack(self, transfer: Transfer, lane: Range, packed: Tensor) -> Tensor:
-        index = self.index(transfer, self.k, lane[0])
-        torch.index_select(self.k.rows, 0, index, out=packed[0])
-        if self.v.steps != self.k.steps:
-            index = self.index(transfer, self.v, lane[0])
-        torch.index_select(self.v.rows, 0, index, out=packed[1])
-        return packed
-
-    def pack_mask(self, transfer: Transfer, packed: Tensor) -> Tensor:
-        assert self.mask is not None
-        mask = self.mask.contiguous().view(torch.uint8)
-        rows = FlatRows(mask.view(-1, 1), (mask.shape[1], 1, 0))
-        return torch.index_select(rows.rows, 0, self.index(transfer, rows, 0), out=packed.view(-1, 1)).view(
-            -1
-        )
-
-    def _tokens(self, needed: Positions) -> Tensor:
-        return list_positions(needed) - self.start
+def _wait_for_slot(moving: dict[int, _Moving], number: int) -> None:
+    """Waits until what shares buffers with a step has left."""
+    for earlier in [x for x in moving if x < number and (number - x) % 2 == 0]:
+        moving.pop(earlier).pending.wait_left()

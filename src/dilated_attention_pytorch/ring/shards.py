@@ -14,7 +14,7 @@ from ..checks import check_count, check_dense, check_device
 from ..core.tracing import uncompiled
 from .agreement import agree
 from .comm import Group, Ring, check_timeout, digest, find_ring
-from .rounds import check_lengths, even_shards
+from .schedule import check_lengths, even_shards
 
 
 @uncompiled
