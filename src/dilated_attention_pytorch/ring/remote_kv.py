@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ..plan import Pass, Plan, Range, Region
 from .comm import Message, Pending, Ring
 from .needs import list_positions
 from .schedule import RingSchedule, Step, Transfer
+
+_T = TypeVar("_T")
 
 
 class RemoteChunk:
@@ -62,28 +64,28 @@ class RemoteChunk:
         return self._last[1]
 
 
-class _Moving(NamedTuple):
-    """Transfers under way, and where what arrives will stand."""
+class _Buffer(NamedTuple):
+    """Memory of one message, and where the keys and values (2, rows, d) and their mask lie in it."""
 
-    pending: Pending
-    rows: Tensor | None
-    mask: Tensor | None = None
+    memory: Tensor
+    keys: Tensor
+    mask: Tensor | None
 
 
 class RingKV:
     """The steps of one pass of a rank. Step i + 1 is under way while step i is attended.
 
     All ranks count the same steps, also those in which they neither send nor receive, so that both ranks of a
-    pair begin their transfers in the same order.
+    pair begin their transfers in the same order. Buffers serve every second step.
     """
 
     def __init__(self, ring: Ring, schedule: RingSchedule, inputs: Inputs, direction: Pass) -> None:
         self.ring, self.schedule, self.inputs, self.direction = ring, schedule, inputs, direction
         self.steps = {step.number: step for step in schedule.steps(ring.rank)}
         self.start, self.own = schedule.shard(ring.rank)[0], (FlatRows.of(inputs.k), FlatRows.of(inputs.v))
-        self._moving: dict[int, _Moving] = {}
-        self._returning: dict[int, _Moving] = {}
-        self._next = 0
+        self._moving: dict[int, tuple[Pending, _Buffer | None]] = {}
+        self._returning: dict[int, tuple[Pending, Tensor | None]] = {}
+        self._begun = -1  # the last step
         self._begin_until(0)
 
     def chunks(self, region: Region) -> Iterator[RemoteChunk]:
@@ -106,9 +108,7 @@ class RingKV:
             chunk = self._receive(number)
             _wait_for_slot(self._returning, number)
             if chunk is not None:
-                chunk.gradients = self._take(
-                    "grad_out", number, chunk.keys.shape[1], is_gradient=True
-                ).zero_()
+                chunk.gradients = self._take_gradients("out", number, chunk.keys.shape[1]).zero_()
                 yield chunk
             self._return(number, chunk)
             self._collect(previous, sums)
@@ -117,8 +117,8 @@ class RingKV:
 
     def finish(self) -> None:
         """Waits until everything has left: its memory is about to serve others."""
-        for moving in (*self._moving.values(), *self._returning.values()):
-            moving.pending.wait_left()
+        for pending, _ in (*self._moving.values(), *self._returning.values()):
+            pending.wait_left()
 
     def _numbers(self, kv: Range) -> Iterator[int]:
         """The steps of a group of key heads; the next one begins as one is taken up."""
@@ -132,94 +132,91 @@ class RingKV:
         total = len(self.schedule.kv_groups) * self.schedule.steps_a_group
         return f"{self.direction} pass, step {number + 1} of {total}"
 
-    def _take(self, name: str, number: int, rows: int, is_gradient: bool = False) -> Tensor:
-        """A buffer (2, rows, d); those of two steps are in use at a time."""
-        k = self.inputs.k
-        dtype = self.inputs.accumulate_dtype if is_gradient else k.dtype
-        return self.inputs.workspace.take(
-            f"comm_{name}_{number % 2}", (2, rows, k.shape[-1]), dtype, k.device
-        )
+    def _take(self, name: str, number: int, rows: int) -> _Buffer:
+        k, size = self.inputs.k, 2 * rows * self.inputs.k.shape[-1] * self.inputs.k.element_size()
+        has_mask = self.inputs.key_mask is not None
+        slot = f"comm_{name}_{number % 2}"
+        memory = self.inputs.workspace.take(slot, (size + rows * has_mask,), torch.uint8, k.device)
+        keys = memory[:size].view(k.dtype).view(2, rows, -1)
+        return _Buffer(memory, keys, memory[size:] if has_mask else None)
 
-    def _take_mask(self, name: str, number: int, rows: int) -> Tensor:
-        slot = f"comm_mask_{name}_{number % 2}"
-        return self.inputs.workspace.take(slot, (rows,), torch.uint8, self.inputs.k.device)
+    def _take_gradients(self, name: str, number: int, rows: int) -> Tensor:
+        shape, slot = (2, rows, self.inputs.k.shape[-1]), f"comm_grad_{name}_{number % 2}"
+        return self.inputs.workspace.take(slot, shape, self.inputs.accumulate_dtype, self.inputs.k.device)
 
     def _begin_until(self, last: int) -> None:
-        for number in range(self._next, last + 1):
-            if number in self.steps:
-                self._begin(number, self.steps[number])
-        self._next = max(self._next, last + 1)
+        for number in range(self._begun + 1, last + 1):
+            if step := self.steps.get(number):
+                self._begin(step)
+        self._begun = max(self._begun, last)
 
-    def _begin(self, number: int, step: Step) -> None:
-        _wait_for_slot(self._moving, number)
+    def _begin(self, step: Step) -> None:
+        """Sends and receives keys, values and masks."""
         receives, sends = list[Message](), list[Message]()
-        keys = mask = None
-        if (source := step.receive) is not None:
-            keys = self._take("in", number, source.rows)
-            receives.append((source.peer, keys))
-            if self.inputs.key_mask is not None:
-                mask = self._take_mask("in", number, source.rows)
-                receives.append((source.peer, mask))
-        if (target := step.send) is not None:
-            packed, (k, v) = self._take("out", number, target.rows), self.own
-            index = self._index(target, k, step.kv)
-            torch.index_select(k.rows, 0, index, out=packed[0])
-            index = index if k.steps == v.steps else self._index(target, v, step.kv)
-            torch.index_select(v.rows, 0, index, out=packed[1])
-            sends.append((target.peer, packed))
-            if self.inputs.key_mask is not None:
+        number, arriving = step.number, None
+        _wait_for_slot(self._moving, number)
+        if step.receive is not None:
+            arriving = self._take("in", number, step.receive.rows)
+            receives.append((step.receive.peer, arriving.memory))
+        if step.send is not None:
+            memory, keys, mask = self._take("out", number, step.send.rows)
+            index = {x: self._index(step.send, x, step.kv) for x in {own.steps for own in self.own}}
+            for x, packed in zip(self.own, keys, strict=True):
+                torch.index_select(x.rows, 0, index[x.steps], out=packed)
+            if mask is not None and self.inputs.key_mask is not None:
                 flags = self.inputs.key_mask.contiguous().view(torch.uint8)
-                index = self._index(target, FlatRows(flags.view(-1, 1), (flags.shape[1], 1, 0)), step.kv)
-                packed = self._take_mask("out", number, target.rows)
-                sends.append((target.peer, torch.index_select(flags.flatten(), 0, index, out=packed)))
-        self._moving[number] = _Moving(self.ring.start(self._what(number), receives, sends), keys, mask)
+                of_mask = self._index(step.send, (flags.shape[1], 1, 0), step.kv)
+                torch.index_select(flags.flatten(), 0, of_mask, out=mask)
+            sends.append((step.send.peer, memory))
+        self._moving[number] = self.ring.start(self._what(number), receives, sends), arriving
 
     def _receive(self, number: int) -> RemoteChunk | None:
         if number not in self._moving:
             return None
-        step, (pending, keys, mask) = self.steps[number], self._moving[number]
+        step, (pending, buffer) = self.steps[number], self._moving[number]
         pending.wait_arrived()
-        if keys is None:
+        if buffer is None:
             return None
         plan = self.schedule.plan(self.ring.rank, self.direction, step)
-        mask = None if mask is None else mask.bool()
-        return RemoteChunk(plan, step, self.inputs, self.start, keys, mask)
+        mask = None if buffer.mask is None else buffer.mask.bool()
+        return RemoteChunk(plan, step, self.inputs, self.start, buffer.keys, mask)
 
     def _return(self, number: int, chunk: RemoteChunk | None) -> None:
-        """Begins to send the gradients of a chunk, and to receive those of what was sent in its step."""
+        """Sends the gradients of a chunk, and receives those of what was sent in its step."""
         step = self.steps.get(number)
         if step is None:
             return
         receives, sends = list[Message](), list[Message]()
-        sums = None
+        arriving = None
         if step.receive is not None and chunk is not None and chunk.gradients is not None:
             sends.append((step.receive.peer, chunk.gradients))
         if step.send is not None:
-            sums = self._take("grad_in", number, step.send.rows, is_gradient=True)
-            receives.append((step.send.peer, sums))
+            arriving = self._take_gradients("in", number, step.send.rows)
+            receives.append((step.send.peer, arriving))
         what = f"{self._what(number)}, gradients"
-        self._returning[number] = _Moving(self.ring.start(what, receives, sends), sums)
+        self._returning[number] = self.ring.start(what, receives, sends), arriving
 
     def _collect(self, number: int | None, sums: tuple[FlatRows, FlatRows]) -> None:
+        """Adds the gradients that arrived in a step."""
         if number is None or number not in self._returning:
             return
-        pending, parts, _ = self._returning[number]
+        step, (pending, gradients) = self.steps[number], self._returning[number]
         pending.wait_arrived()
-        step = self.steps[number]
-        if parts is None or step.send is None:
-            return
-        index = self._index(step.send, sums[0], (0, step.kv[1]))
-        for total, part in zip(sums, parts, strict=True):
-            total.rows.index_add_(0, index, part)
+        if gradients is not None and step.send is not None:
+            index = self._index(step.send, sums[0].steps, (0, step.kv[1]))
+            for total, part in zip(sums, gradients, strict=True):
+                total.rows.index_add_(0, index, part)
 
-    def _index(self, transfer: Transfer, rows: FlatRows, kv: Range) -> Tensor:
-        """The numbers, in `rows`, of the keys of a transfer; its heads are `kv`, (first, number), there."""
-        per_batch, per_token, per_head = rows.steps
+    def _index(self, transfer: Transfer, steps: tuple[int, int, int], kv: Range) -> Tensor:
+        """The numbers of a transfer's keys where (batch, token, head) count `steps` rows.
+
+        The heads of the transfer are `kv`, (first, number), there.
+        """
         number, position = _listed(transfer)
-        index = (position - self.start) * per_token + (kv[0] + number % kv[1]) * per_head
-        index += number // kv[1] * per_batch
-        batches = torch.arange(transfer.num_alike, device="cpu") * per_batch
-        return (batches[:, None] + index).flatten().to(rows.rows.device)
+        index = (position - self.start) * steps[1] + (kv[0] + number % kv[1]) * steps[2]
+        index += number // kv[1] * steps[0]
+        batches = torch.arange(transfer.num_alike, device="cpu") * steps[0]
+        return (batches[:, None] + index).flatten().to(self.inputs.k.device)
 
 
 def _listed(transfer: Transfer) -> tuple[Tensor, Tensor]:
@@ -229,7 +226,7 @@ def _listed(transfer: Transfer) -> tuple[Tensor, Tensor]:
     return torch.repeat_interleave(torch.arange(len(lists), device="cpu"), counts), torch.cat(lists)
 
 
-def _wait_for_slot(moving: dict[int, _Moving], number: int) -> None:
+def _wait_for_slot(moving: dict[int, tuple[Pending, _T]], number: int) -> None:
     """Waits until what shares buffers with a step has left."""
     for earlier in [x for x in moving if x < number and (number - x) % 2 == 0]:
-        moving.pop(earlier).pending.wait_left()
+        moving.pop(earlier)[0].wait_left()
