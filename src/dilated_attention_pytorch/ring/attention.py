@@ -33,7 +33,8 @@ from .agreement import Agreement, agree
 from .call import RankCall, attend_shard
 from .comm import Group, check_timeout, digest, find_ring
 from .needs import BlockNeeds, DilatedNeeds
-from .schedule import STRATEGIES, RingSchedule, Strategy, check_lengths
+from .schedule import STRATEGIES, RingSchedule, Strategy
+from .shards import check_lengths
 
 Result = Tensor | tuple[Tensor, Tensor]
 

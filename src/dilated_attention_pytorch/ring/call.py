@@ -6,7 +6,6 @@ and heads for tokens afterwards, so that each rank attends all tokens of some he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -129,48 +128,45 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     call: RankCall, heads: tuple[int, ...], to_heads: bool, tensors: tuple[Tensor, ...], direction: Pass
 ) -> tuple[Tensor, ...]:
-    """Messages are (tokens, b, heads, d), so that those of tokens arrive in place."""
+    """Messages are (tokens, b, heads, d), so that the tokens of other ranks arrive in place."""
     ring, schedule, results = call.ring, call.schedule, []
-    what = f"{direction} pass, {'tokens to heads' if to_heads else 'heads to tokens'}"
-    everyone = range(ring.size)
-    others = [peer for peer in everyone if peer != ring.rank]
-    all_of = slice(None)
+    ranks, what = range(ring.size), "tokens to heads" if to_heads else "heads to tokens"
+    others = [peer for peer in ranks if peer != ring.rank]
     with call.workspace(tensors[0].device) as workspace:
         for x, total in zip(tensors, heads, strict=True):
-            ends = [share * (total // schedule.shape.h_kv) for share in schedule.head_shares]
-            of_heads = [(all_of, all_of, slice(*pair)) for pair in pairwise(accumulate(ends, initial=0))]
-            of_tokens = [(slice(*schedule.shard(rank)), all_of, all_of) for rank in everyone]
-            from_, into = (of_heads, of_tokens) if to_heads else (of_tokens, of_heads)
-            source = x.transpose(0, 1)
-            own = source[from_[ring.rank]]
-            shape = [schedule.shape.n, own.shape[1], own.shape[2], own.shape[3]]
-            if not to_heads:
-                shape[0], shape[2] = own.shape[0], total
-            result = workspace.result(tuple(shape), x.dtype, x.device)
-            result[into[ring.rank]].copy_(own)
-            places = [(peer, result[into[peer]]) for peer in others]
-            arriving = places if to_heads else list(_pack(places, workspace, "comm_in", is_full=False))
-            leaving = list(
-                _pack([(peer, source[from_[peer]]) for peer in others], workspace, "comm_out", is_full=True)
+            source, like = x.transpose(0, 1), (x.dtype, x.device)
+            bounds = accumulate(
+                (share * total // schedule.shape.h_kv for share in schedule.head_shares), initial=0
             )
-            ring.exchange(what, arriving, leaving)
-            for (_, place), (_, arrived) in zip(places, arriving, strict=True):
-                if arrived is not place:
-                    place.copy_(arrived)
+            of_heads, of_tokens = (
+                [slice(*pair) for pair in pairwise(bounds)],
+                [slice(*schedule.shard(rank)) for rank in ranks],
+            )
+            if to_heads:
+                parts = [source[:, :, each] for each in of_heads]
+                result = workspace.result((schedule.shape.n, *parts[ring.rank].shape[1:]), *like)
+                places = [result[each] for each in of_tokens]
+            else:
+                parts = [source[each] for each in of_tokens]
+                tokens, b, _, d = parts[ring.rank].shape
+                result = workspace.result((tokens, b, total, d), *like)
+                places = [result[:, :, each] for each in of_heads]
+            places[ring.rank].copy_(parts[ring.rank])
+            leaving, arriving = list[Message](), list[Message]()
+            for peer in others:
+                packed = workspace.take(f"comm_out_{peer}", tuple(parts[peer].shape), *like)
+                leaving.append((peer, packed.copy_(parts[peer])))
+                if to_heads:
+                    arriving.append((peer, places[peer]))
+                else:
+                    arriving.append(
+                        (peer, workspace.take(f"comm_in_{peer}", tuple(places[peer].shape), *like))
+                    )
+            ring.exchange(f"{direction} pass, {what}", arriving, leaving)
+            for peer, arrived in () if to_heads else arriving:
+                places[peer].copy_(arrived)
             results.append(result.transpose(0, 1))
     return tuple(results)
-
-
-def _pack(messages: list[Message], workspace: Workspace, slot: str, is_full: bool) -> Iterator[Message]:
-    """Contiguous memory for each message, side by side; with its content, or for what will arrive."""
-    if not messages:
-        return
-    like, at = messages[0][1], 0
-    packed = workspace.take(slot, (sum(x.numel() for _, x in messages),), like.dtype, like.device)
-    for peer, x in messages:
-        part = packed[at : at + x.numel()].view(x.shape)
-        yield peer, part.copy_(x) if is_full else part
-        at += x.numel()
 
 
 def _all_tokens(mask: Tensor, call: RankCall) -> Tensor:

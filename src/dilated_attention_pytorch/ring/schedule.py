@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -11,12 +11,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..checks import check_bounds, check_count, check_flags, check_positive_int, one_of, whole_numbers
+from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
 from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Range, Shape, Shard
 from ..plan.runs import even_parts
 from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .needs import BlockNeeds, DilatedNeeds, Positions, count_positions
+from .shards import check_lengths, even_shards
 
 Strategy = Literal["ring", "ulysses"]
 STRATEGIES = ("auto", "ring", "ulysses")
@@ -170,21 +171,22 @@ class RingSchedule:
         """The jobs of a rank's queries with its own keys, or with those that it receives in a step."""
         key = rank, direction, -1 if step is None else step.number
         if key not in self._plans:
-            _, n, h, h_kv, _ = self.shape
-            if self.strategy == "ring":
-                shape, shard = (
-                    self.shape._replace(n=self.shard_lengths[rank]),
-                    Shard(n, self.bounds[rank], h, 0),
-                )
-                kv = self.kv_groups[0] if step is None else step.kv
-            else:
-                group, share = h // h_kv, self.head_shares[rank]
-                shape = self.shape._replace(h=share * group, h_kv=share)
-                shard, kv = Shard(n, 0, h, sum(self.head_shares[:rank]) * group), None
-            keys = None if step is None or step.receive is None else step.receive.keys
+            shape, shard = self._held(rank)
+            keys, kv = None, self.kv_groups[0] if self.strategy == "ring" else None
+            if step is not None and step.receive is not None:
+                keys, kv = step.receive.keys, step.kv
             sizes = {"itemsize": self.itemsize, "workspace_bytes": self.workspace_bytes}
             self._plans[key] = self.needs.plan(shape, shard, keys, kv, direction=direction, **sizes)
         return self._plans[key]
+
+    def _held(self, rank: int) -> tuple[Shape, Shard]:
+        """The positions and heads that a rank attends: their shape, and their place in the whole call."""
+        _, n, h, h_kv, _ = self.shape
+        if self.strategy == "ring":
+            return self.shape._replace(n=self.shard_lengths[rank]), Shard(n, self.bounds[rank], h, 0)
+        group, share = h // h_kv, self.head_shares[rank]
+        first = sum(self.head_shares[:rank]) * group
+        return self.shape._replace(h=share * group, h_kv=share), Shard(n, 0, h, first)
 
     # Kept with the schedule, which the pattern cache keeps.
     @cached_property
@@ -195,18 +197,15 @@ class RingSchedule:
     def _plans(self) -> dict[tuple[int, Pass, int], Plan]:
         return {}
 
-    def _count(self, windows: Iterable[tuple[Range, Range]]) -> int:
-        """Different keys, over all batches and key heads, that queries in windows need of keys in windows."""
+    def _rows(self, rank: int, arrives: bool) -> int:
+        """Different keys that a rank receives, or sends to each of the others, over batches and key heads."""
+        own = low, high = self.shard(rank)
+        if arrives:
+            windows = [(own, (0, low)), (own, (high, self.shape.n))]
+        else:
+            windows = [(self.shard(other), own) for other in range(self.num_ranks) if other != rank]
         needs = (self.needs.between(*pair) for pair in windows)
         return self.needs.num_alike * sum(count_positions(each) for found in needs for each in found)
-
-    def _received_rows(self, rank: int) -> int:
-        queries = self.shard(rank)
-        return self._count((queries, keys) for keys in ((0, queries[0]), (queries[1], self.shape.n)))
-
-    def _sent_rows(self, rank: int) -> int:
-        others = (self.shard(other) for other in range(self.num_ranks) if other != rank)
-        return self._count((queries, self.shard(rank)) for queries in others)
 
     def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
         """What a rank receives in a pass: keys, values and masks; in backward also gradients of its own."""
@@ -219,12 +218,9 @@ class RingSchedule:
     def _moved_bytes(self, rank: int, direction: Pass, arrives: bool) -> int:
         if self.strategy == "ulysses":
             return self._ulysses_bytes(rank, direction, arrives)
-        there, back = self._received_rows, self._sent_rows
-        if not arrives:
-            there, back = back, there
-        total = there(rank) * (2 * self.shape.d * self.itemsize + self.masked)
-        if direction == "backward":
-            total += back(rank) * 2 * self.shape.d * max(4, self.itemsize)
+        total = self._rows(rank, arrives) * (2 * self.shape.d * self.itemsize + self.masked)
+        if direction == "backward":  # gradients go the other way
+            total += self._rows(rank, not arrives) * 2 * self.shape.d * max(4, self.itemsize)
         return total
 
     def _ulysses_bytes(self, rank: int, direction: Pass, arrives: bool) -> int:
@@ -247,11 +243,8 @@ class RingSchedule:
     def num_pairs(self, rank: int) -> int:
         """Query-key pairs that a rank scores, of dilated attention."""
         assert isinstance(self.needs, DilatedNeeds)
-        if self.strategy == "ring":
-            return self.needs.num_pairs(self.shard(rank), range(self.shape.h))
-        group, before = self.shape.h // self.shape.h_kv, sum(self.head_shares[:rank])
-        heads = range(before * group, (before + self.head_shares[rank]) * group)
-        return self.needs.num_pairs((0, self.shape.n), heads)
+        (_, n, h, _, _), shard = self._held(rank)
+        return self.needs.num_pairs((shard.start, shard.start + n), range(shard.head, shard.head + h))
 
     def flops(self, rank: int, direction: Pass = "forward") -> int:
         """Operations of a rank: 2 products of matrices forward and 5 backward for each scored pair."""
@@ -378,25 +371,3 @@ def plan_ring(
     shape = Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim)
     how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse
     return RingSchedule(DilatedNeeds(shape, spec, docs), shard_lengths, *how)
-
-
-def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
-    """The tokens of each rank, as a tuple."""
-    if not isinstance(shard_lengths, Sequence):
-        raise TypeError(f"shard_lengths must be a sequence of integers, got {shard_lengths!r}")
-    lengths = tuple(shard_lengths)
-    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in lengths):
-        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
-    if sum(lengths) >= 2**62:
-        raise ValueError(f"shard_lengths must have fewer than 2**62 tokens in all, got {sum(lengths)}")
-    if not lengths or (size is not None and len(lengths) != size):
-        raise ValueError(f"shard_lengths must name the tokens of {size or 'some'} ranks, got {len(lengths)}")
-    return lengths
-
-
-def even_shards(n: int, size: int) -> tuple[int, ...]:
-    """`n` tokens over `size` ranks: as even as possible, the longer shards first."""
-    check_count("n", n)
-    check_positive_int("size", size, bits=24)  # a shard is an entry of a tuple
-    each, more = divmod(n, size)
-    return tuple(each + (rank < more) for rank in range(size))
