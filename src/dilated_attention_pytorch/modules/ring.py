@@ -15,7 +15,8 @@ from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
 from ..ring import group_size, plan_ring, sharing_errors
-from ..ring.attention import RingSettings, attend_ring
+from ..ring.attention import attend_ring
+from ..ring.call import RingSettings
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
 from .attention import AttentionModule, DilatedAttention

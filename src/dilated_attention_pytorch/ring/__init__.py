@@ -1,8 +1,7 @@
 """WHERE rows live: attention over sequences that several processes hold in shards."""
 
-from .agreement import sharing_errors
 from .attention import ring_block_sparse_attention, ring_dilated_attention
-from .comm import RingError, Traffic, group_size, ring_traffic
+from .comm import RingError, Traffic, group_size, ring_traffic, sharing_errors
 from .schedule import RingSchedule, plan_ring
 from .shards import even_shards, shard_bounds, shard_positions, shard_sequence, unshard_sequence
 

@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from ..block_sparse import attend_blocks, check_fit
-from ..checks import (
-    autocast_inputs,
-    check_flags,
-    check_inputs,
-    check_positive_int,
-    document_bounds,
-    named_keywords,
-    one_of,
-    refuse_forward_mode,
-)
-from ..core.pattern_cache import PatternCache, get_block_pattern_cache, get_global_pattern_cache
+from ..checks import document_bounds, named_keywords, one_of
+from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import Lengths, Rates, spec_of
 from ..functional import attend as attend_alone
-from ..ops import BlockSparse, Tensors, block_spec, check_execution, run_options
-from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
+from ..ops import BlockSparse, Tensors, block_spec, run_options
+from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
-from .agreement import Agreement, agree
-from .call import RankCall, attend_shard
-from .comm import Group, check_timeout, digest, find_ring
+from .call import RankCall, RingSettings, agree_on_call, attend_shard, check_alone
+from .comm import Group, agree, digest, find_ring
 from .needs import BlockNeeds, DilatedNeeds
-from .schedule import STRATEGIES, RingSchedule, Strategy
-from .shards import check_lengths
+from .schedule import STRATEGIES
 
 Result = Tensor | tuple[Tensor, Tensor]
-
-
-class RingSettings(NamedTuple):
-    """Who takes part in a call, and how: the options of `ring_dilated_attention` beside those of attention.
-
-    `steps`: the keys of a rank are sent in at least so many chunks; of a rank alone, see `functional.attend`.
-    """
-
-    group: Group = None
-    strategy: str = "auto"
-    shard_lengths: Sequence[int] | None = None
-    timeout: float | timedelta | None = None
-    steps: int = 1
 
 
 @overload
@@ -144,7 +118,7 @@ def attend_ring(
     """`ring_dilated_attention`. The spec is made here, so that all ranks learn of one that cannot be made."""
     ring, strategy = find_ring(settings.group), settings.strategy
     if ring is None or ring.size == 1:
-        _check_alone(q, settings, return_lse)
+        check_alone(q, settings, return_lse)
         spec, steps = make_spec(), settings.steps
         alone = attend_alone(q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens, steps=steps)
         return alone if return_lse else alone[0]
@@ -157,7 +131,7 @@ def attend_ring(
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
         tensors, facts = Tensors(q, k, v, key_mask, cu_seqlens), {"strategy": STRATEGIES.index(strategy)}
-        call = _agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
+        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
     shape = call.shape
     docs = None if cu_seqlens is None else document_bounds(cu_seqlens, shape.n)
     is_ulysses = strategy == "ulysses" or spec.detach_mixing
@@ -236,7 +210,7 @@ def attend_ring_blocks(
     """`ring_block_sparse_attention`. The spec is made here, so that all ranks learn of a bad one."""
     ring = find_ring(settings.group)
     if ring is None or ring.size == 1:
-        _check_alone(q, settings, return_lse)
+        check_alone(q, settings, return_lse)
         if not isinstance(pattern, BlockPattern) and callable(pattern) and isinstance(q, Tensor):
             pattern = pattern(q.shape[1])
         if not isinstance(pattern, BlockPattern):
@@ -251,7 +225,7 @@ def attend_ring_blocks(
             check_fit(pattern, q, spec.is_causal)
             facts = {"pattern": digest(pattern.key)}
         tensors = Tensors(q, k, v, key_mask)
-        call = _agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
+        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
     shape = call.shape
     if not isinstance(pattern, BlockPattern):
         with agree(ring, "the pattern", q, settings.timeout) as agreement:
@@ -265,87 +239,3 @@ def attend_ring_blocks(
     schedule = call.schedule(BlockNeeds(shape, kept.key, kept, options.workspace_bytes), "ring")
     schedule = call.keep(get_block_pattern_cache(), ("ring", schedule), lambda: schedule)
     return attend_shard(call.tensors, RankCall(ring, schedule, options), return_lse)
-
-
-class _Agreed(NamedTuple):
-    """A call that all ranks make alike."""
-
-    tensors: Tensors
-    execution: Execution
-    settings: RingSettings
-    return_lse: bool
-    lengths: tuple[int, ...]  # tokens of all ranks
-
-    @property
-    def shape(self) -> Shape:
-        """Of the whole sequence."""
-        b, _, h, d = self.tensors.q.shape
-        return Shape(b, sum(self.lengths), h, self.tensors.k.shape[2], d)
-
-    def schedule(self, needs: DilatedNeeds | BlockNeeds, strategy: Strategy) -> RingSchedule:
-        size = self.execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
-        q, key_mask = self.tensors.q, self.tensors.key_mask
-        sizes = q.element_size(), key_mask is not None, size, self.settings.steps
-        return RingSchedule(needs, self.lengths, *sizes, strategy, self.return_lse)
-
-    def keep(self, cache: PatternCache, key: Any, build: Callable[[], RingSchedule]) -> RingSchedule:
-        """The schedule of before for an equal call, which knows its steps and plans."""
-        return cache.get_or_build(key, build) if self.execution.use_pattern_cache else build()
-
-
-def _agree_on_call(
-    agreement: Agreement,
-    tensors: Tensors,
-    spec: DilatedSpec,
-    execution: Execution | None,
-    settings: RingSettings,
-    return_lse: bool,
-    facts: dict[str, int],
-) -> _Agreed:
-    """Checks a call on this rank, and that the others make it with the same arguments."""
-    _, _, _, key_mask, cu_seqlens, *_ = tensors
-    q, k, v = autocast_inputs(*tensors[:3])
-    check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
-    refuse_forward_mode(agreement.function, q, k, v)
-    execution = check_execution(execution)
-    check_flags(return_lse=return_lse)
-    check_positive_int("steps", settings.steps)
-    ring, given = agreement.ring, settings.shard_lengths
-    b, n, h, d = q.shape
-    given = None if given is None else check_lengths(given, ring.size)
-    if given is not None and given[ring.rank] != n:
-        rank = ring.rank
-        raise ValueError(f"shard_lengths gives rank {rank} {given[rank]} tokens, got tensors of {n}")
-    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    shared = {
-        "the batch size": b,
-        "the number of heads": h,
-        "the number of key heads": k.shape[2],
-        "the head dimension": d,
-        "the dtype": digest(q.dtype),
-        "having a key_mask": key_mask is not None,
-        "requiring gradients": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-        "shard_lengths": 0 if given is None else digest(given),
-        "workspace_bytes": execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
-        "steps": settings.steps,
-        "return_lse": return_lse,
-        "cu_seqlens": 0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
-        **{name: x if isinstance(x, bool) else digest(x) for name, x in of_spec.items()},
-        **facts,
-    }
-    lengths = tuple(row[0] for row in agreement.on(shared, [n]))
-    if given is not None and given != lengths:
-        raise ValueError(f"shard_lengths must be the tokens of the ranks, {lengths}, got {given}")
-    if not sum(lengths):
-        raise ValueError("the ranks must have at least one token, got none")
-    return _Agreed(Tensors(q, k, v, key_mask), execution, settings, return_lse, lengths)
-
-
-def _check_alone(q: Tensor, settings: RingSettings, return_lse: bool) -> None:
-    """The settings of a call in one process."""
-    check_timeout(settings.timeout)
-    one_of("strategy", settings.strategy, STRATEGIES)
-    check_flags(return_lse=return_lse)
-    given = settings.shard_lengths
-    if given is not None and isinstance(q, Tensor) and check_lengths(given, 1)[0] != q.shape[1]:
-        raise ValueError(f"the only rank has all {q.shape[1]} tokens, got shard_lengths {given}")

@@ -1,4 +1,4 @@
-"""A rank's part of a call: a kernel on its shard and the keys of other ranks, known to autograd.
+"""A call of several ranks: agreed on by all, then a kernel on each rank's shard, known to autograd.
 
 Strategy "ring" sends keys to the queries that need them. Strategy "ulysses" exchanges tokens for heads before
 and heads for tokens afterwards, so that each rank attends all tokens of some heads.
@@ -6,23 +6,134 @@ and heads for tokens afterwards, so that each rank attends all tokens of some he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..checks import (
+    autocast_inputs,
+    check_flags,
+    check_inputs,
+    check_positive_int,
+    one_of,
+    refuse_forward_mode,
+)
+from ..core.pattern_cache import PatternCache
 from ..core.sources import find_source
 from ..core.workspace import Workspace
 from ..kernels import Merged
-from ..ops import RunOptions, Tensors, attention_inputs, without_autocast
-from ..plan import Pass
-from .comm import Message, Ring
+from ..ops import RunOptions, Tensors, attention_inputs, check_execution, without_autocast
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Shape
+from ..spec import DilatedSpec, Execution
+from .comm import Agreement, Group, Message, Ring, check_timeout, digest
+from .needs import BlockNeeds, DilatedNeeds
 from .remote_kv import RingKV
-from .schedule import RingSchedule
+from .schedule import STRATEGIES, RingSchedule, Strategy
+from .shards import check_lengths
+
+
+class RingSettings(NamedTuple):
+    """Who takes part in a call, and how: the options of `ring_dilated_attention` beside those of attention.
+
+    `steps`: the keys of a rank are sent in at least so many chunks; of a rank alone, see `functional.attend`.
+    """
+
+    group: Group = None
+    strategy: str = "auto"
+    shard_lengths: Sequence[int] | None = None
+    timeout: float | timedelta | None = None
+    steps: int = 1
+
+
+class AgreedCall(NamedTuple):
+    """A call that all ranks make alike."""
+
+    tensors: Tensors
+    execution: Execution
+    settings: RingSettings
+    return_lse: bool
+    lengths: tuple[int, ...]  # tokens of all ranks
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole sequence."""
+        b, _, h, d = self.tensors.q.shape
+        return Shape(b, sum(self.lengths), h, self.tensors.k.shape[2], d)
+
+    def schedule(self, needs: DilatedNeeds | BlockNeeds, strategy: Strategy) -> RingSchedule:
+        size = self.execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
+        q, key_mask = self.tensors.q, self.tensors.key_mask
+        sizes = q.element_size(), key_mask is not None, size, self.settings.steps
+        return RingSchedule(needs, self.lengths, *sizes, strategy, self.return_lse)
+
+    def keep(self, cache: PatternCache, key: Any, build: Callable[[], RingSchedule]) -> RingSchedule:
+        """The schedule of before for an equal call, which knows its steps and plans."""
+        return cache.get_or_build(key, build) if self.execution.use_pattern_cache else build()
+
+
+def agree_on_call(
+    agreement: Agreement,
+    tensors: Tensors,
+    spec: DilatedSpec,
+    execution: Execution | None,
+    settings: RingSettings,
+    return_lse: bool,
+    facts: dict[str, int],
+) -> AgreedCall:
+    """Checks a call on this rank, and that the others make it with the same arguments."""
+    _, _, _, key_mask, cu_seqlens, *_ = tensors
+    q, k, v = autocast_inputs(*tensors[:3])
+    check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
+    refuse_forward_mode(agreement.function, q, k, v)
+    execution = check_execution(execution)
+    check_flags(return_lse=return_lse)
+    check_positive_int("steps", settings.steps)
+    ring, given = agreement.ring, settings.shard_lengths
+    b, n, h, d = q.shape
+    given = None if given is None else check_lengths(given, ring.size)
+    if given is not None and given[ring.rank] != n:
+        rank = ring.rank
+        raise ValueError(f"shard_lengths gives rank {rank} {given[rank]} tokens, got tensors of {n}")
+    of_spec = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    shared = {
+        "the batch size": b,
+        "the number of heads": h,
+        "the number of key heads": k.shape[2],
+        "the head dimension": d,
+        "the dtype": digest(q.dtype),
+        "having a key_mask": key_mask is not None,
+        "requiring gradients": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        "shard_lengths": 0 if given is None else digest(given),
+        "workspace_bytes": execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
+        "steps": settings.steps,
+        "return_lse": return_lse,
+        "cu_seqlens": 0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
+        **{name: x if isinstance(x, bool) else digest(x) for name, x in of_spec.items()},
+        **facts,
+    }
+    lengths = tuple(row[0] for row in agreement.on(shared, [n]))
+    if given is not None and given != lengths:
+        raise ValueError(f"shard_lengths must be the tokens of the ranks, {lengths}, got {given}")
+    if not sum(lengths):
+        raise ValueError("the ranks must have at least one token, got none")
+    return AgreedCall(Tensors(q, k, v, key_mask), execution, settings, return_lse, lengths)
+
+
+def check_alone(q: Tensor, settings: RingSettings, return_lse: bool) -> None:
+    """The settings of a call in one process."""
+    check_timeout(settings.timeout)
+    one_of("strategy", settings.strategy, STRATEGIES)
+    check_flags(return_lse=return_lse)
+    given = settings.shard_lengths
+    if given is not None and isinstance(q, Tensor) and check_lengths(given, 1)[0] != q.shape[1]:
+        raise ValueError(f"the only rank has all {q.shape[1]} tokens, got shard_lengths {given}")
 
 
 @dataclass(frozen=True)

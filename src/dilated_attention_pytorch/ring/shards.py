@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..checks import check_count, check_dense, check_device, check_positive_int
 from ..core.tracing import uncompiled
-from .agreement import agree
-from .comm import Group, Ring, check_timeout, digest, find_ring
+from .comm import Group, Ring, agree, check_timeout, digest, find_ring
 
 
 def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
