@@ -101,7 +101,7 @@ class Ring:
         return Pending(self, what, named[: len(receives)], named[len(receives) :])
 
     def exchange(self, what: str, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Transfers from begin to end; empty tensors do not travel."""
+        """Transfers from begin to end; empty tensors are left out."""
         some = ([message for message in x if message[1].numel()] for x in (receives, sends))
         pending = self.start(what, *some)
         pending.wait_arrived()
