@@ -241,8 +241,10 @@ V2, V3 = RingDilatedAttentionV2, RingDilatedAttentionV3
         *((V2, ValueError, r"timeout must be positive and below 2.*, got", {"timeout": timeout})
           for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0))),
         (V2, TypeError, "timeout must be seconds, a timedelta or None, got '5s'", {"timeout": "5s"}),
-        (V2, ValueError, "group needs torch.distributed to be initialised, and it is not", {"group": object()}),
-        (V2, ValueError, "strategy must be one of .auto., .ring., .ulysses., got .star", {"strategy": "star"}),
+        (V2, ValueError, "a group needs torch.distributed to be initialised, and it is not",
+         {"group": object()}),
+        (V2, ValueError, "strategy must be one of 'auto', 'ring', 'ulysses', got 'star'",
+         {"strategy": "star"}),
         (V2, TypeError, "has no 'speed'", {"speed": 11}),
         (V2, ValueError, "lightweight_pool is a way to use the memory pool", {"lightweight_pool": True}),
         (V3, ValueError, "way to use the pattern cache, got use_pattern_cache=False",
