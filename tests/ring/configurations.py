@@ -41,10 +41,6 @@ class Inputs:
     def bounds(self, rank: int) -> tuple[int, int]:
         return sum(self.shards[:rank]), sum(self.shards[: rank + 1])
 
-    def owners(self) -> Tensor:
-        """(n,): the rank of every position."""
-        return torch.repeat_interleave(torch.arange(len(self.shards)), torch.tensor(self.shards))
-
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the whole sequence, the same on every rank."""
         rng = torch.Generator().manual_seed(self.seed)
@@ -145,9 +141,7 @@ DILATED = (
     dilated("one rank bfloat16", (65,), SPANNING, dtype=BF16, d=16, options=CAUSAL),
     dilated("one rank one token", (1,), NESTED),
     dilated("one rank masked in steps", (50,), SPANNING, hidden="some", execution={"steps": 3}),
-    dilated(
-        "one rank detached mixing", (40,), NESTED, strategy="ring", options=DETACHED
-    ),
+    dilated("one rank detached mixing", (40,), NESTED, strategy="ring", options=DETACHED),
     # Two ranks: where segments lie.
     dilated("segments below the shard", (32, 32), ((8, 1), (16, 2))),
     dilated("segments equal the shard", (32, 32), ((32, 1), (32, 2))),
@@ -207,23 +201,10 @@ DILATED = (
     dilated("ulysses gqa causal", (34, 30), SPANNING, strategy="ulysses", **GQA, options=CAUSAL),
     dilated("ulysses masked", (30, 34), SPANNING, strategy="ulysses", b=2, hidden="some"),
     dilated("ulysses documents", (30, 34), SPANNING, strategy="ulysses", docs=(0, 20, 64)),
-    dilated(
-        "ulysses blocked grouped",
-        (30, 34),
-        SPANNING,
-        strategy="ulysses",
-        h=8,
-        h_kv=4,
-        options={**BLOCKED, "head_mixing": "grouped"},
-    ),
+    dilated("ulysses blocked grouped", (30, 34), SPANNING, strategy="ulysses", h=8, h_kv=4,
+            options={**BLOCKED, "head_mixing": "grouped"}),
     dilated("detached mixing", (30, 34), SPANNING, strategy="auto", options=DETACHED),
-    dilated(
-        "detached mixing phantom",
-        (34, 30),
-        SPANNING,
-        strategy="ulysses",
-        options=DETACHED | PHANTOM,
-    ),
+    dilated("detached mixing phantom", (34, 30), SPANNING, strategy="ulysses", options=DETACHED | PHANTOM),
     dilated("float32", (60, 64), SPANNING, dtype=FLOAT, d=16, b=2),
     dilated("float32 causal gqa", (60, 64), SPANNING, dtype=FLOAT, d=16, **GQA, options=CAUSAL),
     dilated("float32 ulysses", (60, 64), SPANNING, dtype=FLOAT, d=16, strategy="ulysses"),

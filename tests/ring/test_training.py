@@ -207,9 +207,9 @@ def inference(rank: int) -> None:
     q, k, v = (shard_sequence(tokens()).unflatten(-1, (HEADS, -1)) for _ in range(3))
     for kind in ("dilated", "ulysses", "blocks"):
         attend = sharded(kind)
-        expected = attend(q, k, v)
-        with torch.inference_mode():
-            assert torch.equal(attend(q, k, v), expected)
+        with torch.inference_mode():  # at first: plans that it makes serve training, too
+            inferred = attend(q, k, v)
+        assert torch.equal(attend(q, k, v), inferred)
         # Gradients of some tensors only; the ranks agree on which.
         leaf = k.clone().requires_grad_()
         (grad,) = torch.autograd.grad(attend(q, leaf, v).square().sum(), leaf)

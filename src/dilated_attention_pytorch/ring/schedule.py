@@ -176,7 +176,8 @@ class RingSchedule:
             if step is not None and step.receive is not None:
                 keys, kv = step.receive.keys, step.kv
             sizes = {"itemsize": self.itemsize, "workspace_bytes": self.workspace_bytes}
-            self._plans[key] = self.needs.plan(shape, shard, keys, kv, direction=direction, **sizes)
+            with torch.inference_mode(False):  # the plan outlives the call, and training refuses such tensors
+                self._plans[key] = self.needs.plan(shape, shard, keys, kv, direction=direction, **sizes)
         return self._plans[key]
 
     def _held(self, rank: int) -> tuple[Shape, Shard]:
