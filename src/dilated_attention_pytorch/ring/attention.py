@@ -18,7 +18,7 @@ from ..functional import attend as attend_alone
 from ..ops import BlockSparse, Tensors, block_spec, run_options
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
-from .call import RankCall, RingSettings, agree_on_call, attend_shard, check_alone
+from .call import RingSettings, agree_on_call, check_alone
 from .comm import Group, agree, digest, find_ring
 from .needs import BlockNeeds, DilatedNeeds
 from .schedule import STRATEGIES
@@ -132,15 +132,11 @@ def attend_ring(
             )
         tensors, facts = Tensors(q, k, v, key_mask, cu_seqlens), {"strategy": STRATEGIES.index(strategy)}
         call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
-    shape = call.shape
-    docs = None if cu_seqlens is None else document_bounds(cu_seqlens, shape.n)
-    is_ulysses = strategy == "ulysses" or spec.detach_mixing
-    schedule = call.schedule(DilatedNeeds(shape, spec, docs), "ulysses" if is_ulysses else "ring")
-    is_open = strategy == "auto" and not is_ulysses
-    build = schedule.cheaper if is_open else lambda: schedule
-    schedule = call.keep(get_global_pattern_cache(), ("ring", schedule, is_open), build)
-    options = run_options(spec, shape.d, call.execution, DEFAULT_WORKSPACE_BYTES)
-    return attend_shard(call.tensors, RankCall(ring, schedule, options), return_lse)
+    docs = None if cu_seqlens is None else document_bounds(cu_seqlens, call.shape.n)
+    needs = DilatedNeeds(call.shape, spec, docs)
+    options = run_options(spec, call.shape.d, call.execution, DEFAULT_WORKSPACE_BYTES)
+    strategy = "ulysses" if spec.detach_mixing else strategy
+    return call.attend(needs, options, get_global_pattern_cache(), strategy)
 
 
 @overload
@@ -236,6 +232,5 @@ def attend_ring_blocks(
         raise ValueError(f"the pattern is for a length of {pattern.n}, got {shape.n} tokens on all ranks")
     kept = pattern.causal() if spec.is_causal else pattern
     options = BlockSparse(spec, "").options(q, call.execution)
-    schedule = call.schedule(BlockNeeds(shape, kept.key, kept, options.workspace_bytes), "ring")
-    schedule = call.keep(get_block_pattern_cache(), ("ring", schedule), lambda: schedule)
-    return attend_shard(call.tensors, RankCall(ring, schedule, options), return_lse)
+    needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
+    return call.attend(needs, options, get_block_pattern_cache(), "ring")

@@ -6,7 +6,7 @@ and heads for tokens afterwards, so that each rank attends all tokens of some he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -55,6 +55,7 @@ class RingSettings(NamedTuple):
 class AgreedCall(NamedTuple):
     """A call that all ranks make alike."""
 
+    ring: Ring
     tensors: Tensors
     execution: Execution
     settings: RingSettings
@@ -67,15 +68,21 @@ class AgreedCall(NamedTuple):
         b, _, h, d = self.tensors.q.shape
         return Shape(b, sum(self.lengths), h, self.tensors.k.shape[2], d)
 
-    def schedule(self, needs: DilatedNeeds | BlockNeeds, strategy: Strategy) -> RingSchedule:
+    def attend(
+        self, needs: DilatedNeeds | BlockNeeds, options: RunOptions, cache: PatternCache, strategy: str
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """out, or (out, lse); the schedule of an equal call before knows its steps and plans."""
         size = self.execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
         q, key_mask = self.tensors.q, self.tensors.key_mask
         sizes = q.element_size(), key_mask is not None, size, self.settings.steps
-        return RingSchedule(needs, self.lengths, *sizes, strategy, self.return_lse)
-
-    def keep(self, cache: PatternCache, key: Any, build: Callable[[], RingSchedule]) -> RingSchedule:
-        """The schedule of before for an equal call, which knows its steps and plans."""
-        return cache.get_or_build(key, build) if self.execution.use_pattern_cache else build()
+        first: Strategy = "ulysses" if strategy == "ulysses" else "ring"
+        schedule = RingSchedule(needs, self.lengths, *sizes, first, self.return_lse)
+        build = schedule.cheaper if strategy == "auto" else lambda: schedule
+        if self.execution.use_pattern_cache:
+            schedule = cache.get_or_build(("ring", schedule, strategy), build)
+        else:
+            schedule = build()
+        return attend_shard(self.tensors, RankCall(self.ring, schedule, options), self.return_lse)
 
 
 def agree_on_call(
@@ -123,7 +130,7 @@ def agree_on_call(
         raise ValueError(f"shard_lengths must be the tokens of the ranks, {lengths}, got {given}")
     if not sum(lengths):
         raise ValueError("the ranks must have at least one token, got none")
-    return AgreedCall(Tensors(q, k, v, key_mask), execution, settings, return_lse, lengths)
+    return AgreedCall(ring, Tensors(q, k, v, key_mask), execution, settings, return_lse, lengths)
 
 
 def check_alone(q: Tensor, settings: RingSettings, return_lse: bool) -> None:
