@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
 from typing import Literal, NamedTuple
@@ -20,6 +20,7 @@ from .needs import BlockNeeds, DilatedNeeds, Positions, count_positions
 from .shards import check_lengths, even_shards
 
 Strategy = Literal["ring", "ulysses"]
+_PlanKey = tuple[int, Pass, int]  # rank, pass and step
 STRATEGIES = ("auto", "ring", "ulysses")
 FLOPS_A_BYTE = 256  # what a device computes while a byte arrives: between a laptop's and a cluster's
 
@@ -75,6 +76,9 @@ class RingSchedule:
     min_chunks: int = 1
     strategy: Strategy = "ring"
     return_lse: bool = False
+    # Kept with the schedule, which the pattern cache keeps.
+    _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _plans: dict[_PlanKey, Plan] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def shape(self) -> Shape:
@@ -189,15 +193,6 @@ class RingSchedule:
         first = sum(self.head_shares[:rank]) * group
         return self.shape._replace(h=share * group, h_kv=share), Shard(n, 0, h, first)
 
-    # Kept with the schedule, which the pattern cache keeps.
-    @cached_property
-    def _steps(self) -> dict[int, tuple[Step, ...]]:
-        return {}
-
-    @cached_property
-    def _plans(self) -> dict[tuple[int, Pass, int], Plan]:
-        return {}
-
     def _rows(self, rank: int, arrives: bool) -> int:
         """Different keys that a rank receives, or sends to each of the others, over batches and key heads."""
         own = low, high = self.shard(rank)
@@ -227,19 +222,16 @@ class RingSchedule:
     def _ulysses_bytes(self, rank: int, direction: Pass, arrives: bool) -> int:
         """Tokens become heads (q, k, v, or the gradient of out) and back (out, or dq, dk and dv)."""
         (b, n, h, h_kv, d), share, tokens = self.shape, self.head_shares[rank], self.shard_lengths[rank]
-        to_heads, to_tokens = share * (n - tokens), (h_kv - share) * tokens
-        if not arrives:
-            to_heads, to_tokens = to_tokens, to_heads
-        group, total = h // h_kv, 0
-        if direction == "forward":
-            rows, lse = to_heads * (group + 2) + to_tokens * group, to_tokens
-            if self.masked:
-                total = n - tokens if arrives else (self.num_ranks - 1) * tokens
-        else:
-            rows, lse = to_heads * group + to_tokens * (group + 2), to_heads
+        group, is_forward = h // h_kv, direction == "forward"
+        first, second = share * (n - tokens), (h_kv - share) * tokens  # to heads, and back to tokens
+        if arrives != is_forward:
+            first, second = second, first
+        total = (first * (group + 2) + second * group) * d * self.itemsize
         if self.return_lse:
-            total += lse * group * max(4, self.itemsize)
-        return b * (total + rows * d * self.itemsize)
+            total += second * group * max(4, self.itemsize)
+        if self.masked and is_forward:
+            total += n - tokens if arrives else (self.num_ranks - 1) * tokens
+        return b * total
 
     def num_pairs(self, rank: int) -> int:
         """Query-key pairs that a rank scores, of dilated attention."""
