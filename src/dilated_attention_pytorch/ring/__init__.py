@@ -1,8 +1,8 @@
 """WHERE rows live: attention over sequences that several processes hold in shards."""
 
-from .attention import ring_block_sparse_attention, ring_dilated_attention
+from .attention import plan_ring, ring_block_sparse_attention, ring_dilated_attention
 from .comm import RingError, Traffic, group_size, ring_traffic, sharing_errors
-from .schedule import RingSchedule, plan_ring
+from .schedule import RingSchedule
 from .shards import even_shards, shard_bounds, shard_positions, shard_sequence, unshard_sequence
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Dilated and block-sparse attention over a sequence whose shards lie on several ranks: exact."""
+"""Dilated and block-sparse attention over a sequence whose shards lie on several ranks, and its schedule."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from ..block_sparse import attend_blocks, check_fit
-from ..checks import document_bounds, named_keywords, one_of
+from ..checks import (
+    check_bounds,
+    check_flags,
+    check_positive_int,
+    document_bounds,
+    named_keywords,
+    one_of,
+    whole_numbers,
+)
 from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import Lengths, Rates, spec_of
 from ..functional import attend as attend_alone
 from ..ops import BlockSparse, Tensors, block_spec, run_options
-from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern
+from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
 from .call import RingSettings, agree_on_call, check_alone
 from .comm import Group, agree, digest, find_ring
 from .needs import BlockNeeds, DilatedNeeds
-from .schedule import STRATEGIES
+from .schedule import STRATEGIES, RingSchedule, Strategy
+from .shards import check_lengths, even_shards
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -234,3 +244,63 @@ def attend_ring_blocks(
     options = BlockSparse(spec, "").options(q, call.execution)
     needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
     return call.attend(needs, options, get_block_pattern_cache(), "ring")
+
+
+def plan_ring(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    n: int | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_ranks: int | None = None,
+    shard_lengths: Sequence[int] | None = None,
+    num_kv_heads: int | None = None,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    is_causal: bool = False,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    cu_seqlens: Sequence[int] | None = None,
+    strategy: Strategy = "ring",
+    masked: bool = False,
+    return_lse: bool = False,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    steps: int = 1,
+) -> RingSchedule:
+    """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
+
+    Either `n` and `num_ranks`, for shards as even as possible, or `shard_lengths`. `masked`: with a key_mask.
+    `return_lse`: with lse, which "ulysses" has to exchange.
+    """
+    if shard_lengths is None:
+        if n is None or num_ranks is None:
+            raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
+        check_positive_int("num_ranks", num_ranks, bits=24)
+        shard_lengths = even_shards(n, num_ranks)
+    shard_lengths = check_lengths(shard_lengths)
+    if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
+        raise ValueError(
+            f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
+            f"num_ranks={num_ranks}"
+        )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths), "steps": steps}).items():
+        check_positive_int(name, value)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+    check_positive_int("workspace_bytes", workspace_bytes)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    one_of("strategy", strategy, STRATEGIES[1:])
+    check_flags(masked=masked, return_lse=return_lse)
+    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
+    if docs is not None:
+        check_bounds(docs, sum(shard_lengths))
+    spec = DilatedSpec(
+        segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
+    )
+    shape = Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim)
+    how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse
+    return RingSchedule(DilatedNeeds(shape, spec, docs), shard_lengths, *how)

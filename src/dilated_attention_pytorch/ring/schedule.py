@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -11,13 +11,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..checks import check_bounds, check_flags, check_positive_int, one_of, whole_numbers
 from ..core.host_memory import describe_bytes
 from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Range, Shape, Shard
 from ..plan.runs import even_parts
-from ..spec import DilatedSpec, HeadMixing, HeadOffsets
 from .needs import BlockNeeds, DilatedNeeds, Positions, count_positions
-from .shards import check_lengths, even_shards
+from .shards import even_shards
 
 Strategy = Literal["ring", "ulysses"]
 _PlanKey = tuple[int, Pass, int]  # rank, pass and step
@@ -304,63 +302,3 @@ class RingSchedule:
             gflops = f"{self.flops(rank) / 1e9:.1f}"
             lines.append(f"{rank:>6} {self.shard_lengths[rank]:>12} {received:>12} {gflops:>12} {held:>12}")
         return "\n".join([*lines, f"busiest rank over mean: {self.imbalance:.2f}"])
-
-
-def plan_ring(
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    n: int | None = None,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_ranks: int | None = None,
-    shard_lengths: Sequence[int] | None = None,
-    num_kv_heads: int | None = None,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    is_causal: bool = False,
-    head_mixing: HeadMixing = "all",
-    head_offsets: HeadOffsets = "interleaved",
-    cu_seqlens: Sequence[int] | None = None,
-    strategy: Strategy = "ring",
-    masked: bool = False,
-    return_lse: bool = False,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-    steps: int = 1,
-) -> RingSchedule:
-    """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
-
-    Either `n` and `num_ranks`, for shards as even as possible, or `shard_lengths`. `masked`: with a key_mask.
-    `return_lse`: with lse, which "ulysses" has to exchange.
-    """
-    if shard_lengths is None:
-        if n is None or num_ranks is None:
-            raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
-        check_positive_int("num_ranks", num_ranks, bits=24)
-        shard_lengths = even_shards(n, num_ranks)
-    shard_lengths = check_lengths(shard_lengths)
-    if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
-        raise ValueError(
-            f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
-            f"num_ranks={num_ranks}"
-        )
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths), "steps": steps}).items():
-        check_positive_int(name, value)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-    check_positive_int("workspace_bytes", workspace_bytes)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    one_of("strategy", strategy, STRATEGIES[1:])
-    check_flags(masked=masked, return_lse=return_lse)
-    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
-    if docs is not None:
-        check_bounds(docs, sum(shard_lengths))
-    spec = DilatedSpec(
-        segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
-    )
-    shape = Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim)
-    how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse
-    return RingSchedule(DilatedNeeds(shape, spec, docs), shard_lengths, *how)
