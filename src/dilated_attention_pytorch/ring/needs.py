@@ -89,7 +89,7 @@ class DilatedNeeds:
         if keys is None:
             return plan_dilated(self.spec, shape, shard=shard, kv_heads=kv and kv[1], **options)
         assert kv is not None
-        del options["direction"]  # both passes meet the same jobs
+        del options["direction"]  # both passes have the same jobs
         return plan_crossing(self.spec, shape, shard, keys, kv, **options)
 
     @cached_property

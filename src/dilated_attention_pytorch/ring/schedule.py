@@ -171,6 +171,8 @@ class RingSchedule:
 
     def plan(self, rank: int, direction: Pass, step: Step | None = None) -> Plan:
         """The jobs of a rank's queries with its own keys, or with those that it receives in a step."""
+        if step is not None and isinstance(self.needs, DilatedNeeds):
+            direction = "forward"  # both passes meet the same jobs
         key = rank, direction, -1 if step is None else step.number
         if key not in self._plans:
             shape, shard = self._held(rank)
