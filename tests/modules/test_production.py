@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention_pytorch import (
-    DilatedAttention,
-    RingAttentionConfig,
-    RingDilatedAttentionProduction,
-)
-from dilated_attention_pytorch.core import (
-    get_global_memory_pool,
-    get_global_pattern_cache,
-)
+from dilated_attention_pytorch import DilatedAttention, RingAttentionConfig, RingDilatedAttentionProduction
+from dilated_attention_pytorch.core import get_global_memory_pool, get_global_pattern_cache
 from dilated_attention_pytorch.core.attention_buffer_manager import find_buffer_manager
 from support.weighed import RATES, SEGMENTS, qkv, run
 
@@ -187,30 +180,17 @@ def test_fields_by_name_or_as_a_config() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (
-            ValueError,
-            "memory_pool_size must be an integer of 0 or more, or None, got -1",
-            {"memory_pool_size": -1},
-        ),
+        (ValueError, "memory_pool_size must be an integer of 0 or more, or None, got -1",
+         {"memory_pool_size": -1}),
         (TypeError, "mixed_precision must be a bool, torch.bfloat16", {"mixed_precision": torch.float32}),
-        (
-            ValueError,
-            r"memory of this module is pooled .* got",
-            {"enable_memory_pool": False},
-        ),
+        (ValueError, r"memory of this module is pooled .* got", {"enable_memory_pool": False}),
         (TypeError, "config must be a RingAttentionConfig or None, got .8, 14.", {"config": [8, 14]}),
-        (
-            ValueError,
-            "config is the whole configuration, got ring_size beside it",
-            {"config": RingAttentionConfig(), "ring_size": 2},
-        ),
-        (
-            ValueError,
-            "dropout and attention_dropout are one option",
-            {"dropout": 0.1, "attention_dropout": 0.2},
-        ),
+        (ValueError, "config is the whole configuration, got ring_size beside it",
+         {"config": RingAttentionConfig(), "ring_size": 2}),
+        (ValueError, "dropout and attention_dropout are one option",
+         {"dropout": 0.1, "attention_dropout": 0.2}),
     ],
-)
+)  # fmt: skip
 def test_bad_options(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         RingDilatedAttentionProduction(**options)

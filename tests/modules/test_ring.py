@@ -147,19 +147,14 @@ def test_several_processes_meet_in_the_ring(cls: type[RingDilatedAttentionV2], t
     query, key, value = qkv()
     mask = torch.ones(2, 37, dtype=torch.bool)
     for ring_size, steps in ((None, 1), (2, 1), (8, 4)):
-        module = cls(
-            **BRANCHES, ring_size=ring_size, strategy="ulysses", timeout=3.5, softmax_scale=0.5, dropout=0.1
-        )
+        options = {"strategy": "ulysses", "timeout": 3.5, "softmax_scale": 0.5, "dropout": 0.1}
+        module = cls(**BRANCHES, ring_size=ring_size, **options)
         assert (module.ring_size, module.is_sharded) == (ring_size or 2, True)
         assert torch.equal(module(query, key, value, True, mask), 2 * query)
         call = two_processes.pop()
         assert call["key_mask"] is mask
-        assert (call["steps"], call["strategy"], call["timeout"], call["group"]) == (
-            steps,
-            "ulysses",
-            3.5,
-            None,
-        )
+        how = call["steps"], call["strategy"], call["timeout"], call["group"]
+        assert how == (steps, "ulysses", 3.5, None)
         assert (call["is_causal"], call["scale"], call["dropout_p"]) == (True, 0.5, 0.1)
         assert call["memory"] == module._memory
     for odd in (1, 3):
@@ -197,11 +192,8 @@ def test_multihead_in_one_process() -> None:
     assert type(module.attention) is RingDilatedAttentionV2
     assert module.fused_qkv
     plain = MultiheadDilatedAttention(48, 6, SEGMENTS, RATES, dtype=torch.float64)
-    plain.attention, plain.inner_attn_ln, plain.out_proj = (
-        DilatedAttention(SEGMENTS, RATES),
-        module.inner_attn_ln,
-        module.out_proj,
-    )
+    plain.attention = DilatedAttention(SEGMENTS, RATES)
+    plain.inner_attn_ln, plain.out_proj = module.inner_attn_ln, module.out_proj
     for name, weight, bias in zip("qkv", *module._qkv_parameters(), strict=True):
         plain.get_submodule(f"{name}_proj").load_state_dict({"weight": weight, "bias": bias})
     x = torch.randn(2, 37, 48, dtype=torch.float64)
@@ -224,21 +216,9 @@ def test_memory_estimate() -> None:
         each = module.get_memory_estimate(65536, **sizes, num_processes=processes)
         assert each["inputs"] * processes == alone["inputs"]
         assert each["outputs"] * processes == alone["outputs"]
-        schedules = [
-            plan_ring(
-                (2048, 8192),
-                (1, 4),
-                65536,
-                num_ranks=processes,
-                strategy=strategy,
-                workspace_bytes=2**20,
-                **sizes,
-            )
-            for strategy in ("ring", "ulysses")
-        ]
-        assert each["total"] == max(
-            plan.memory_bytes(rank) for plan in schedules for rank in range(processes)
-        )
+        settings = {**sizes, "num_ranks": processes, "workspace_bytes": 2**20}
+        plans = [plan_ring((2048, 8192), (1, 4), 65536, strategy=x, **settings) for x in ("ring", "ulysses")]
+        assert each["total"] == max(plan.memory_bytes(rank) for plan in plans for rank in range(processes))
     assert module.get_memory_estimate(4096)["inputs"] == 3 * 4096 * 8 * 64 * 4
     with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
         module.get_memory_estimate(0)
@@ -250,23 +230,31 @@ def test_memory_estimate_of_the_group(two_processes: Calls) -> None:
     assert module.get_memory_estimate(1000)["communication"] > 0
 
 
-def test_bad_options() -> None:
-    for size in (0, -1, True, 2.0, "2"):
-        with pytest.raises(ValueError, match=f"ring_size must be a positive integer, got {size!r}"):
-            RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=size)  # type: ignore[arg-type]
-    for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0)):
-        with pytest.raises(ValueError, match=r"timeout must be positive and below 2.*, got"):
-            RingDilatedAttentionV2(SEGMENTS, RATES, timeout=timeout)
-    with pytest.raises(TypeError, match="timeout must be seconds, a timedelta or None, got '5s'"):
-        RingDilatedAttentionV2(SEGMENTS, RATES, timeout="5s")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a group needs torch.distributed to be initialised, and it is not"):
-        RingDilatedAttentionV2(SEGMENTS, RATES, group=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="strategy must be one of 'auto', 'ring', 'ulysses', got 'star'"):
-        RingDilatedAttentionV2(SEGMENTS, RATES, strategy="star")
-    with pytest.raises(TypeError, match="has no 'speed'"):
-        RingDilatedAttentionV2(SEGMENTS, RATES, speed=11)
-    with pytest.raises(ValueError, match="lightweight_pool is a way to use the memory pool"):
-        RingDilatedAttentionV2(SEGMENTS, RATES, lightweight_pool=True)
+V2, V3 = RingDilatedAttentionV2, RingDilatedAttentionV3
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "message", "options"),
+    [
+        *((V2, ValueError, f"ring_size must be a positive integer, got {size!r}", {"ring_size": size})
+          for size in (0, -1, True, 2.0, "2")),
+        *((V2, ValueError, r"timeout must be positive and below 2.*, got", {"timeout": timeout})
+          for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0))),
+        (V2, TypeError, "timeout must be seconds, a timedelta or None, got '5s'", {"timeout": "5s"}),
+        (V2, ValueError, "a group needs torch.distributed to be initialised, and it is not",
+         {"group": object()}),
+        (V2, ValueError, "strategy must be one of 'auto', 'ring', 'ulysses', got 'star'",
+         {"strategy": "star"}),
+        (V2, TypeError, "has no 'speed'", {"speed": 11}),
+        (V2, ValueError, "lightweight_pool is a way to use the memory pool", {"lightweight_pool": True}),
+        (V3, ValueError, "way to use the pattern cache, got use_pattern_cache=False",
+         {"use_pattern_cache": False, "cache_on_gpu": True}),
+        (V3, TypeError, "cache_on_gpu must be a bool or None, got 1", {"cache_on_gpu": 1}),
+    ],
+)  # fmt: skip
+def test_bad_options(cls: type[Any], error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        cls(SEGMENTS, RATES, **options)
 
 
 def test_representation() -> None:
@@ -293,7 +281,3 @@ def test_cache_on_gpu_keeps_device_copies() -> None:
     assert pickle.loads(pickle.dumps(module)).cache_on_gpu
     assert cache.cache_on_gpu
     assert not RingDilatedAttentionV3(SEGMENTS, RATES, use_pattern_cache=False).cache_on_gpu
-    with pytest.raises(ValueError, match="way to use the pattern cache, got use_pattern_cache=False"):
-        RingDilatedAttentionV3(SEGMENTS, RATES, use_pattern_cache=False, cache_on_gpu=True)
-    with pytest.raises(TypeError, match="cache_on_gpu must be a bool or None, got 1"):
-        RingDilatedAttentionV3(SEGMENTS, RATES, cache_on_gpu=1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a rank does with a configuration: the call on its shard, and the same call on the whole sequence."""
+"""What a rank does with a configuration: the call on its shard and on the whole sequence; bytes it needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch import block_sparse_attention, dilated_attention
+from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.ring import RingSchedule, plan_ring
 from support.executions import ring, ring_blocks
 
@@ -121,3 +122,48 @@ def expect_shard(config: Inputs, rank: int, out: Tensor) -> list[Tensor]:
 
 def _as_tensor(values: list[Any], config: Inputs) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(config.b, -1, config.h, config.d)
+
+
+def dense_mask(config: Inputs) -> Tensor:
+    """(b, h, n, n) bool: query i attends key j; a key that key_mask hides counts as attended."""
+    shape = (config.b, config.h, config.n, config.n)
+    if isinstance(config, Blocks):
+        mask = config.pattern(config).to_dense()
+        mask = mask.view(shape) if len(mask) == config.b * config.h else mask.expand(shape)
+        return mask.tril() if config.is_causal else mask
+    return (pair_counts(config) > 0).expand(shape)
+
+
+def pair_counts(config: Inputs) -> Tensor:
+    """(h, n, n): how often the definition counts each pair."""
+    assert isinstance(config, Dilated)
+    options = {name: config.options[name] for name in PLANNED if name in config.options}
+    branches = config.segment_lengths, config.dilation_rates
+    return multiplicity(config.n, config.h, *branches, cu_seqlens=config.cu_seqlens(), **options)
+
+
+def needed_rows(config: Inputs) -> Tensor:
+    """(ranks, ranks) int64: [i, j] counts the (batch, position, key head) on rank j that rank i attends."""
+    mask = dense_mask(config)
+    by_key_head = mask.unflatten(1, (config.h_kv, config.h // config.h_kv)).any(2)
+    ranks = len(config.shards)
+    rows = torch.zeros(ranks, ranks, dtype=torch.int64)
+    for i in range(ranks):
+        low, high = config.bounds(i)
+        attended = by_key_head[:, :, low:high].any(2)  # (b, h_kv, n)
+        for j in range(ranks):
+            start, stop = config.bounds(j)
+            rows[i, j] = attended[..., start:stop].sum()
+    return rows.fill_diagonal_(0)
+
+
+def forward_bytes(config: Inputs, rows: Tensor, rank: int) -> int:
+    """A row of k and a row of v for everything needed from others; `rows` are `needed_rows`."""
+    return int(rows[rank].sum()) * 2 * config.d * config.dtype.itemsize
+
+
+def backward_bytes(config: Inputs, rows: Tensor, rank: int) -> int:
+    """k and v again, and dk and dv of what this rank has sent, in float32 or better."""
+    accurate = torch.promote_types(config.dtype, torch.float32).itemsize
+    returned = int(rows[:, rank].sum()) * 2 * config.d * accurate
+    return forward_bytes(config, rows, rank) + returned

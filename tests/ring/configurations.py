@@ -41,10 +41,6 @@ class Inputs:
     def bounds(self, rank: int) -> tuple[int, int]:
         return sum(self.shards[:rank]), sum(self.shards[: rank + 1])
 
-    def owners(self) -> Tensor:
-        """(n,): the rank of every position."""
-        return torch.repeat_interleave(torch.arange(len(self.shards)), torch.tensor(self.shards))
-
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the whole sequence, the same on every rank."""
         rng = torch.Generator().manual_seed(self.seed)
@@ -126,7 +122,7 @@ BLOCKED = {"head_offsets": "blocked"}
 GQA = {"h": 6, "h_kv": 2}
 NESTED = ((8, 1), (16, 2), (32, 4))
 SPANNING = ((16, 1), (40, 2), (96, 3))
-LANES = {"workspace_bytes": 2_000}  # tiles of a few rows
+SMALL = {"workspace_bytes": 2_000}  # jobs of a few rows
 
 
 def dilated(
@@ -145,9 +141,7 @@ DILATED = (
     dilated("one rank bfloat16", (65,), SPANNING, dtype=BF16, d=16, options=CAUSAL),
     dilated("one rank one token", (1,), NESTED),
     dilated("one rank masked in steps", (50,), SPANNING, hidden="some", execution={"steps": 3}),
-    dilated(
-        "one rank detached mixing", (40,), NESTED, strategy="ring", options=DETACHED
-    ),
+    dilated("one rank detached mixing", (40,), NESTED, strategy="ring", options=DETACHED),
     # Two ranks: where segments lie.
     dilated("segments below the shard", (32, 32), ((8, 1), (16, 2))),
     dilated("segments equal the shard", (32, 32), ((32, 1), (32, 2))),
@@ -193,8 +187,8 @@ DILATED = (
     # Two ranks: how it runs.
     dilated("steps", (64, 60), SPANNING, execution={"steps": 4}),
     dilated("more steps than keys", (5, 6), ((11, 2),), execution={"steps": 16}, options=CAUSAL),
-    dilated("small workspace", (64, 60), SPANNING, h=4, h_kv=4, execution=LANES, options=CAUSAL),
-    dilated("small workspace gqa masked", (64, 60), SPANNING, **GQA, execution=LANES, hidden="some", b=2),
+    dilated("small workspace", (64, 60), SPANNING, h=4, h_kv=4, execution=SMALL, options=CAUSAL),
+    dilated("small workspace gqa masked", (64, 60), SPANNING, **GQA, execution=SMALL, hidden="some", b=2),
     dilated("eager kernel", (30, 34), SPANNING, execution={"kernel": "eager"}, options=CAUSAL),
     dilated("pool", (30, 34), SPANNING, execution={"memory": "pool"}, **GQA),
     dilated("no cache", (30, 34), SPANNING, execution={"use_pattern_cache": False}),
@@ -207,30 +201,17 @@ DILATED = (
     dilated("ulysses gqa causal", (34, 30), SPANNING, strategy="ulysses", **GQA, options=CAUSAL),
     dilated("ulysses masked", (30, 34), SPANNING, strategy="ulysses", b=2, hidden="some"),
     dilated("ulysses documents", (30, 34), SPANNING, strategy="ulysses", docs=(0, 20, 64)),
-    dilated(
-        "ulysses blocked grouped",
-        (30, 34),
-        SPANNING,
-        strategy="ulysses",
-        h=8,
-        h_kv=4,
-        options={**BLOCKED, "head_mixing": "grouped"},
-    ),
+    dilated("ulysses blocked grouped", (30, 34), SPANNING, strategy="ulysses", h=8, h_kv=4,
+            options={**BLOCKED, "head_mixing": "grouped"}),
     dilated("detached mixing", (30, 34), SPANNING, strategy="auto", options=DETACHED),
-    dilated(
-        "detached mixing phantom",
-        (34, 30),
-        SPANNING,
-        strategy="ulysses",
-        options=DETACHED | PHANTOM,
-    ),
+    dilated("detached mixing phantom", (34, 30), SPANNING, strategy="ulysses", options=DETACHED | PHANTOM),
     dilated("float32", (60, 64), SPANNING, dtype=FLOAT, d=16, b=2),
     dilated("float32 causal gqa", (60, 64), SPANNING, dtype=FLOAT, d=16, **GQA, options=CAUSAL),
     dilated("float32 ulysses", (60, 64), SPANNING, dtype=FLOAT, d=16, strategy="ulysses"),
     dilated("bfloat16", (60, 64), SPANNING, dtype=BF16, d=16),
     dilated("bfloat16 causal gqa masked", (60, 64), SPANNING, dtype=BF16, d=16, **GQA, hidden="some"),
     dilated("bfloat16 ulysses", (60, 64), SPANNING, dtype=BF16, d=16, strategy="ulysses", options=CAUSAL),
-    dilated("float16", (60, 64), SPANNING, dtype=HALF, d=16, options=CAUSAL, execution=LANES),
+    dilated("float16", (60, 64), SPANNING, dtype=HALF, d=16, options=CAUSAL, execution=SMALL),
     # Three ranks.
     dilated("three: nested", (32, 32, 32), NESTED),
     dilated("three: spanning causal", (22, 21, 21), SPANNING, options=CAUSAL),
@@ -239,7 +220,7 @@ DILATED = (
     dilated("three: unequal masked", (3, 40, 14), SPANNING, b=2, hidden="a shard", options=CAUSAL),
     dilated("three: ulysses", (20, 15, 25), SPANNING, strategy="ulysses", h=6, h_kv=3),
     dilated("three: auto", (20, 15, 25), SPANNING, strategy="auto", h=4, h_kv=2),
-    dilated("three: steps in a small workspace", (50, 50, 49), SPANNING, execution={"steps": 3, **LANES}),
+    dilated("three: steps in a small workspace", (50, 50, 49), SPANNING, execution={"steps": 3, **SMALL}),
     dilated("three: float32", (50, 50, 49), SPANNING, dtype=FLOAT, d=16, options=CAUSAL),
     dilated("three: documents", (20, 20, 20), ((7, 1), (30, 2)), docs=(0, 33, 60), options=CAUSAL),
     dilated("three: one token", (0, 1, 0), NESTED),
@@ -341,7 +322,7 @@ BLOCKS = (
     blocks("a block over everything", (10, 12), drawn(64, density=1.0), options=CAUSAL),
     blocks("blocks of one token", (10, 12), drawn(1)),
     blocks("steps", (30, 34), drawn(6), execution={"steps": 3}, options=CAUSAL),
-    blocks("small workspace", (60, 64), drawn(6, "head"), execution=LANES, **GQA),
+    blocks("small workspace", (60, 64), drawn(6, "head"), execution=SMALL, **GQA),
     blocks("scale", (30, 34), drawn(6), options={"scale": 0.3}),
     blocks("float32", (60, 64), built("global_local", 16), dtype=FLOAT, d=16, options=CAUSAL),
     blocks("bfloat16", (60, 64), built("random", 16, 0.5), dtype=BF16, d=16, **GQA),

@@ -1,31 +1,37 @@
-"""Ranks that disagree, outside of `ring_dilated_attention` too: an error on all, and the next call works."""
+"""Ranks that disagree or err: a clear error on all of them, and the next call works."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import (
+    BlockPattern,
     BlockSparseRingDilatedAttention,
     RingDilatedAttentionV2,
     RingMultiheadDilatedAttention,
     build_block_pattern,
-    plan_ring,
     ring_block_sparse_attention,
     ring_dilated_attention,
     shard_positions,
     unshard_sequence,
 )
-from support.executions import ring
-from support.ranks import run_ranks
+from support.executions import ring, ring_blocks
+from support.ranks import watch_ranks
 
 X = torch.ones(1, 8, 2, 4)
 WAIT = {"timeout": 20.0}
+unshard, positions = partial(unshard_sequence, **WAIT), partial(shard_positions, **WAIT)
+
+
+def join(x: Tensor) -> Tensor:
+    return ring_dilated_attention(x, x, x, [8], [1], **WAIT)
 
 
 def sparse(ratio: float) -> Tensor:
@@ -33,104 +39,175 @@ def sparse(ratio: float) -> Tensor:
     return BlockSparseRingDilatedAttention(sparse_config=config, **WAIT)(X, X, X)
 
 
-def made(window: int) -> Tensor:
-    """Two patterns of equally many blocks."""
+def made(seed: int) -> Tensor:
+    """Patterns of equally many blocks; none of the seed 0."""
 
     def pattern(n: int) -> Any:
-        config = {"pattern_type": "random", "sparsity_ratio": 0.5, "block_size": 2, "seed": window}
+        if not seed:
+            raise ValueError(f"no pattern for {n}")
+        config = {"pattern_type": "random", "sparsity_ratio": 0.5, "block_size": 2, "seed": int(seed)}
         return build_block_pattern(config, n, 2)
 
     return ring_block_sparse_attention(X, X, X, pattern, **WAIT)
 
 
-def fails(is_bad: bool) -> Tensor:
-    def pattern(n: int) -> Any:
-        if is_bad:
-            raise ValueError(f"no pattern for {n}")
-        return build_block_pattern({"pattern_type": "local_window", "block_size": 4}, n, 2)
-
-    return ring_block_sparse_attention(X, X, X, pattern, **WAIT)
-
-
-def multihead(dtype: torch.dtype) -> Tensor:
+def multihead(is_odd: bool) -> Tensor:
     torch.manual_seed(0)
     module = RingMultiheadDilatedAttention(8, 2, [8], [1], **WAIT)
-    return module(torch.ones(1, 8, 8, dtype=dtype))[0]
+    return module(torch.ones(1, 8, 8, dtype=torch.float64 if is_odd else torch.float32))[0]
 
 
-def either(is_unshard: bool) -> Tensor:
-    return unshard_sequence(X, **WAIT) if is_unshard else ring_dilated_attention(X, X, X, [8], [1], **WAIT)
+def declared(is_odd: bool) -> Tensor:
+    return RingDilatedAttentionV2([8], [1], dtype=torch.float64 if is_odd else None, **WAIT)(X, X, X)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Disagreement:
+    """What rank 1 does otherwise, and the error: what its own message says, and that of the others."""
+
     name: str
-    call: Callable[[bool], Any]  # whether this is the rank that differs
     says: str
+    others_say: str = ""  # the same, unless rank 1 alone is to blame
+    options: dict[str, Any] = field(default_factory=dict)  # of rank 1
+    common: dict[str, Any] = field(default_factory=dict)  # of all ranks
+    shape: dict[str, int] = field(default_factory=dict)  # of rank 1
+    change: Callable[[list[Tensor]], list[Tensor]] = list  # of q, k and v
+    error: type[Exception] = ValueError
+    pattern: str = ""  # block-sparse attention; on rank 1 with another "pattern" or "length"
+    call: Callable[[bool], Any] | None = None  # another function; whether this is rank 1
 
 
-CASES = (
-    Case("patterns of modules", lambda odd: sparse(0.9 if odd else 0.3), "agree on the pattern"),
-    Case("made patterns", lambda odd: made(2 if odd else 1), "agree on the pattern"),
-    Case("a pattern that cannot be made", fails, "no pattern for 16|refused its arguments"),
-    Case("dimensions", lambda odd: unshard_sequence(X[0] if odd else X, **WAIT), "agree on the other dim"),
-    Case("dtype of parts", lambda odd: unshard_sequence(X.int() if odd else X, **WAIT), "agree on the dtype"),
-    Case("dimension to join", lambda odd: unshard_sequence(X, 2 if odd else 1, **WAIT), "agree on dim: 1 on"),
-    Case("no dimension", lambda odd: unshard_sequence(X, 4 if odd else 1, **WAIT), "got 4 of|refused"),
-    Case("functions", either, "agree on the function"),
-    Case("positions", lambda odd: shard_positions(-1 if odd else 8, **WAIT), "0 or more, got -1|refused"),
-    Case("dtype of weights", lambda odd: multihead(torch.float64 if odd else torch.float32), "dtype|refused"),
-    Case(
-        "declared dtype",
-        lambda odd: RingDilatedAttentionV2([8], [1], dtype=torch.float64 if odd else None, **WAIT)(X, X, X),
-        "made for torch.float64|refused",
-    ),
-    Case(
-        "many steps",
-        lambda odd: ring(X, X, X, [8], [1], steps=2**70 if odd else 1, **WAIT),
-        "steps must be below|refused",
-    ),
-    Case(
-        "long timeout",
-        lambda odd: ring_dilated_attention(X, X, X, [8], [1], timeout=1e300 if odd else 20.0),
-        "timeout must be positive and below|refused",
-    ),
-)
+REFUSED = "rank 1.*refused"
+LENGTHS = (8, 8, 8)
+MASK = torch.ones(2, 8, dtype=torch.bool)
+MASKED = {"key_mask": MASK}
+OTHER_DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 24])}
+DOCUMENTS = {"cu_seqlens": torch.tensor([0, 5, 24])}
 
 
-def collect(rank: int) -> dict[str, str]:
+def as_integers(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().long() for x in tensors]
+
+
+DISAGREEMENTS = (
+    Disagreement("causal", "is_causal", options={"is_causal": True}),
+    Disagreement("segments", "segment_lengths", options={"segment_lengths": (12, 24)}),
+    Disagreement("rates", "dilation_rates", options={"dilation_rates": (1, 3)}),
+    Disagreement("branches", "segment_lengths", options={"segment_lengths": (8,), "dilation_rates": (1,)}),
+    Disagreement("scale", "scale", options={"scale": 0.1}),
+    Disagreement("mixing", "head_mixing", options={"head_mixing": "grouped"}),
+    Disagreement("offsets", "head_offsets", options={"head_offsets": "blocked"}),
+    Disagreement("tail", "tail", options={"tail": "phantom"}),
+    Disagreement("detached", "detach_mixing", options={"detach_mixing": True}, common={"strategy": "auto"}),
+    Disagreement("strategy", "strategy", options={"strategy": "ulysses"}, common={"strategy": "ring"}),
+    Disagreement("dropout", "dropout_p", options={"dropout_p": 0.1}),
+    Disagreement("steps", "steps", options={"steps": 2}, common={"strategy": "ring"}),
+    Disagreement("batch", "batch|b ", shape={"b": 3}),
+    Disagreement("heads", "head", shape={"h": 6}),
+    Disagreement("key heads", "head", shape={"h_kv": 1}),
+    Disagreement("features", "head_dim|features|d ", shape={"d": 5}),
+    Disagreement("dtype", "dtype", change=lambda x: [y.double() for y in x]),
+    Disagreement("gradients", "grad", change=lambda x: [y.detach() for y in x]),
+    Disagreement("mask", "key_mask", options=MASKED),
+    Disagreement("documents", "cu_seqlens", options=DOCUMENTS, common=OTHER_DOCUMENTS),
+    Disagreement("documents of one rank", "cu_seqlens", options=DOCUMENTS),
+    Disagreement("lengths that do not fit", "shard_lengths", f"shard_lengths|{REFUSED}",
+                 common={"shard_lengths": (8, 9, 7)}),
+    Disagreement("lengths of too few ranks", "shard_lengths", common={"shard_lengths": (8, 16)}),
+    Disagreement("negative lengths", "shard_lengths", common={"shard_lengths": (-8, 24, 8)}),
+    Disagreement("another length", "shard_lengths", f"shard_lengths|{REFUSED}", shape={"n": 9},
+                 common={"shard_lengths": LENGTHS}),
+    Disagreement("integers", "float16", REFUSED, change=as_integers, error=TypeError),
+    Disagreement("three dimensions", "4 dimensions", REFUSED, change=lambda x: [x[0][0], *x[1:]]),
+    Disagreement("a list", "tensor", REFUSED, change=lambda x: [[1.0], *x[1:]], error=TypeError),
+    Disagreement("two dtypes", "dtype", REFUSED, change=lambda x: [x[0].double(), *x[1:]], error=TypeError),
+    Disagreement("shapes of k and v", "shape", REFUSED, change=lambda x: [x[0], x[1][:, 1:], x[2]]),
+    Disagreement("heads that do not divide", "heads", REFUSED, shape={"h_kv": 3}),
+    Disagreement("negative segment", "segment_lengths", REFUSED, options={"segment_lengths": (8, -1)}),
+    Disagreement("shape of the mask", "key_mask", REFUSED, options={"key_mask": MASK[:, 1:]}, common=MASKED),
+    Disagreement("dtype of the mask", "key_mask", REFUSED, options={"key_mask": MASK.float()}, common=MASKED,
+                 error=TypeError),
+    Disagreement("memory", "memory", REFUSED, options={"memory": "cloud"}),
+    Disagreement("unknown strategy", "strategy", REFUSED, options={"strategy": "star"}),
+    Disagreement("steps below one", "steps", REFUSED, options={"steps": 0}),
+    Disagreement("detached ring", "detach_mixing", common={"strategy": "ring", "detach_mixing": True}),
+    Disagreement("patterns", "pattern", pattern="pattern"),
+    Disagreement("length of the pattern", "length|pattern", pattern="length"),
+    Disagreement("blocks: causal", "is_causal", options={"is_causal": True}, pattern="same"),
+    Disagreement("blocks: gradients", "grad", change=lambda x: [y.detach() for y in x], pattern="same"),
+    Disagreement("blocks: integers", "float16", REFUSED, change=as_integers, error=TypeError, pattern="same"),
+    Disagreement("lengths that differ", "shard_lengths", options={"shard_lengths": (7, 8, 9)},
+                 common={"shard_lengths": LENGTHS}),
+    Disagreement("timeout", "timeout", REFUSED, options={"timeout": -1.0}),
+    Disagreement("long timeout", "timeout must be positive and below", REFUSED, options={"timeout": 1e300}),
+    Disagreement("many steps", "steps must be below", REFUSED, options={"steps": 2**70}),
+    Disagreement("no token", "position|token", call=lambda odd: join(X[:, :0])),
+    Disagreement("patterns of modules", "agree on the pattern", call=lambda odd: sparse(0.9 if odd else 0.3)),
+    Disagreement("made patterns", "agree on the pattern", call=lambda odd: made(2 if odd else 1)),
+    Disagreement("no pattern", "no pattern for 24", REFUSED, call=lambda odd: made(0 if odd else 1)),
+    Disagreement("dimensions", "agree on the other dim", call=lambda odd: unshard(X[0] if odd else X)),
+    Disagreement("dtype of shards", "agree on the dtype", call=lambda odd: unshard(X.int() if odd else X)),
+    Disagreement("dimension to join", "agree on dim: 1 on", call=lambda odd: unshard(X, 2 if odd else 1)),
+    Disagreement("no dimension", "got 4 of", REFUSED, call=lambda odd: unshard(X, 4 if odd else 1)),
+    Disagreement("functions", "agree on the function", call=lambda odd: unshard(X) if odd else join(X)),
+    Disagreement("positions", "0 or more, got -1", REFUSED, call=lambda odd: positions(-1 if odd else 8)),
+    Disagreement("dtype of weights", "dtype", f"dtype|{REFUSED}", call=multihead, error=TypeError),
+    Disagreement("declared dtype", "made for torch.float64", REFUSED, call=declared, error=TypeError),
+)  # fmt: skip
+
+
+def call(rank: int, case: Disagreement) -> Any:
+    is_odd = rank == 1
+    if case.call is not None:
+        return case.call(is_odd)
+    b = 1 if "cu_seqlens" in {**case.options, **case.common} else 2
+    shape = {"b": b, "n": 8, "h": 4, "h_kv": 2, "d": 4}
+    shape |= case.shape if is_odd else {}
+    b, n, h, h_kv, d = (shape[name] for name in ("b", "n", "h", "h_kv", "d"))
+    tensors = [torch.randn(b, n, heads, d, requires_grad=True) for heads in (h, h_kv, h_kv)]
+    tensors = case.change(tensors) if is_odd else tensors
+    options = {"timeout": 20.0, **case.common, **(case.options if is_odd else {})}
+    if case.pattern:
+        block = {"pattern": 3, "length": 2}.get(case.pattern, 2) if is_odd else 2
+        length = 26 if is_odd and case.pattern == "length" else 24
+        layout = torch.ones(-(-length // block), -(-length // block), dtype=torch.bool)
+        pattern = BlockPattern.from_layout(layout, length, block)
+        return ring_blocks(*tensors, pattern, **options)
+    branches = {"segment_lengths": (8, 24), "dilation_rates": (1, 2), **options}
+    return ring(*tensors, **branches)
+
+
+def disagree(rank: int) -> dict[str, tuple[str, str]]:
+    """The type and message of the error of each case; after each of them the group still works."""
     errors = {}
-    for case in CASES:
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-            case.call(rank == 1)
-        errors[case.name] = str(caught.value)
-        out = ring_dilated_attention(X * (rank + 1), X, X, [16], [1], **WAIT)
-        assert torch.equal(out, torch.ones_like(out)), f"after {case.name}"
+    for case in DISAGREEMENTS:
+        try:
+            call(rank, case)
+            errors[case.name] = "no error", ""
+        except Exception as error:
+            errors[case.name] = type(error).__name__, str(error)
+        try:
+            whole = ring_dilated_attention(X * (rank + 1), X, X, [24], [1], **WAIT)
+            torch.testing.assert_close(whole, torch.ones_like(whole))
+        except Exception as error:  # the ranks no longer match: no use to go on
+            before = ": ".join(errors[case.name])
+            errors[case.name] = "broken group", f"{before}; afterwards {error!r}"
+            return errors
     return errors
 
 
-def test_all_ranks_get_an_error_and_go_on() -> None:
-    for errors in run_ranks(2, collect):
-        for case in CASES:
-            assert re.search(case.says, errors[case.name]), case.name
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "says"),
-    [
-        ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be a positive integer, got 0"),
-        ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point torch.dtype, got torch.int32"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "cu_seqlens must run from 0"),
-        ({"steps": 0}, ValueError, "steps must be a positive integer, got 0"),
-        ({"shard_lengths": (True, 7)}, ValueError, "shard_lengths must be integers"),
-    ],
-)
-def test_a_schedule_refuses_what_a_call_refuses(
-    changes: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        plan_ring([8], [1], 8, **{"num_ranks": 2, "num_heads": 2, "head_dim": 4} | changes)
-
-
-def test_steps_beyond_the_tokens_cost_nothing() -> None:
-    schedule = plan_ring([8], [1], 8, num_ranks=2, num_heads=2, head_dim=4, steps=10**9)
-    assert schedule.num_chunks == 4
+def test_ranks_that_disagree_or_err_get_clear_errors_everywhere() -> None:
+    wrong = []
+    outcomes = watch_ranks(3, disagree, timeout=90)
+    for outcome in outcomes:
+        rank, errors = outcome.rank, outcome.value
+        if errors is None:
+            wrong.append(f"rank {rank}: exit code {outcome.exit_code} {outcome.error}")
+            continue
+        for case in DISAGREEMENTS:
+            kind, message = errors.get(case.name, ("not reached", ""))
+            says = case.says if rank == 1 or not case.others_say else case.others_say
+            kinds = (case.error.__name__,) if rank == 1 else (case.error.__name__, "ValueError")
+            if kind not in kinds or not re.search(says, message):
+                wrong.append(f"{case.name}, rank {rank}: {kind}: {message!r}, not {kinds[0]}: {says}")
+    assert not wrong, "\n" + "\n".join(wrong)

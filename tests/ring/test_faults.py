@@ -8,21 +8,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import BlockPattern, dilated_attention
+from dilated_attention_pytorch import dilated_attention
 from dilated_attention_pytorch.ring import RingError, ring_dilated_attention
 from ring.calls import attend_shard, attend_whole, expect_shard, run_shard
 from ring.configurations import Inputs, blocks, dilated, drawn
-from support.executions import ring, ring_blocks
 from support.ranks import run_ranks, watch_ranks
 from support.tolerances import assert_close
 
@@ -131,156 +128,6 @@ def test_a_restarted_group_works() -> None:
     """After a loss, new processes start over."""
     watch_ranks(WORLD, lose_a_rank, "ring", "killed", "forward", timeout=60)
     run_ranks(WORLD, work)
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """What rank 1 does otherwise, and the error: what its own message says, and that of the others."""
-
-    name: str
-    says: str
-    others_say: str = ""  # the same, unless rank 1 alone is to blame
-    options: dict[str, Any] = field(default_factory=dict)  # of rank 1
-    common: dict[str, Any] = field(default_factory=dict)  # of all ranks
-    shape: dict[str, int] = field(default_factory=dict)  # of rank 1
-    change: Callable[[list[Tensor]], list[Tensor]] = list  # of q, k and v
-    error: type[Exception] = ValueError
-    pattern: str = ""  # block-sparse attention; on rank 1 with another "pattern" or "length"
-
-
-REFUSED = "rank 1.*refused"
-LENGTHS = (8, 8, 8)
-MASK = torch.ones(2, 8, dtype=torch.bool)
-MASKED = {"key_mask": MASK}
-OTHER_DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 24])}
-DOCUMENTS = {"cu_seqlens": torch.tensor([0, 5, 24])}
-
-
-def as_integers(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.detach().long() for x in tensors]
-
-
-DISAGREEMENTS = (
-    Disagreement("causal", "is_causal", options={"is_causal": True}),
-    Disagreement("segments", "segment_lengths", options={"segment_lengths": (12, 24)}),
-    Disagreement("rates", "dilation_rates", options={"dilation_rates": (1, 3)}),
-    Disagreement("branches", "segment_lengths", options={"segment_lengths": (8,), "dilation_rates": (1,)}),
-    Disagreement("scale", "scale", options={"scale": 0.1}),
-    Disagreement("mixing", "head_mixing", options={"head_mixing": "grouped"}),
-    Disagreement("offsets", "head_offsets", options={"head_offsets": "blocked"}),
-    Disagreement("tail", "tail", options={"tail": "phantom"}),
-    Disagreement("detached", "detach_mixing", options={"detach_mixing": True}, common={"strategy": "auto"}),
-    Disagreement("strategy", "strategy", options={"strategy": "ulysses"}, common={"strategy": "ring"}),
-    Disagreement("dropout", "dropout_p", options={"dropout_p": 0.1}),
-    Disagreement("steps", "steps", options={"steps": 2}, common={"strategy": "ring"}),
-    Disagreement("batch", "batch|b ", shape={"b": 3}),
-    Disagreement("heads", "head", shape={"h": 6}),
-    Disagreement("key heads", "head", shape={"h_kv": 1}),
-    Disagreement("features", "head_dim|features|d ", shape={"d": 5}),
-    Disagreement("dtype", "dtype", change=lambda x: [y.double() for y in x]),
-    Disagreement("gradients", "grad", change=lambda x: [y.detach() for y in x]),
-    Disagreement("mask", "key_mask", options=MASKED),
-    Disagreement("documents", "cu_seqlens", options=DOCUMENTS, common=OTHER_DOCUMENTS),
-    Disagreement("documents of one rank", "cu_seqlens", options=DOCUMENTS),
-    Disagreement("lengths that do not fit", "shard_lengths", f"shard_lengths|{REFUSED}",
-                 common={"shard_lengths": (8, 9, 7)}),
-    Disagreement("lengths of too few ranks", "shard_lengths", common={"shard_lengths": (8, 16)}),
-    Disagreement("negative lengths", "shard_lengths", common={"shard_lengths": (-8, 24, 8)}),
-    Disagreement("another length", "shard_lengths", f"shard_lengths|{REFUSED}", shape={"n": 9},
-                 common={"shard_lengths": LENGTHS}),
-    Disagreement("integers", "float16", REFUSED, change=as_integers, error=TypeError),
-    Disagreement("three dimensions", "4 dimensions", REFUSED, change=lambda x: [x[0][0], *x[1:]]),
-    Disagreement("a list", "tensor", REFUSED, change=lambda x: [[1.0], *x[1:]], error=TypeError),
-    Disagreement("two dtypes", "dtype", REFUSED, change=lambda x: [x[0].double(), *x[1:]], error=TypeError),
-    Disagreement("shapes of k and v", "shape", REFUSED, change=lambda x: [x[0], x[1][:, 1:], x[2]]),
-    Disagreement("heads that do not divide", "heads", REFUSED, shape={"h_kv": 3}),
-    Disagreement("negative segment", "segment_lengths", REFUSED, options={"segment_lengths": (8, -1)}),
-    Disagreement("shape of the mask", "key_mask", REFUSED, options={"key_mask": MASK[:, 1:]}, common=MASKED),
-    Disagreement("dtype of the mask", "key_mask", REFUSED, options={"key_mask": MASK.float()}, common=MASKED,
-                 error=TypeError),
-    Disagreement("memory", "memory", REFUSED, options={"memory": "cloud"}),
-    Disagreement("unknown strategy", "strategy", REFUSED, options={"strategy": "star"}),
-    Disagreement("steps below one", "steps", REFUSED, options={"steps": 0}),
-    Disagreement("detached ring", "detach_mixing", common={"strategy": "ring", "detach_mixing": True}),
-    Disagreement("patterns", "pattern", pattern="pattern"),
-    Disagreement("length of the pattern", "length|pattern", pattern="length"),
-    Disagreement("blocks: causal", "is_causal", options={"is_causal": True}, pattern="same"),
-    Disagreement("blocks: gradients", "grad", change=lambda x: [y.detach() for y in x], pattern="same"),
-    Disagreement("blocks: integers", "float16", REFUSED, change=as_integers, error=TypeError, pattern="same"),
-    Disagreement("lengths that differ", "shard_lengths", options={"shard_lengths": (7, 8, 9)},
-                 common={"shard_lengths": LENGTHS}),
-    Disagreement("timeout", "timeout", REFUSED, options={"timeout": -1.0}),
-)  # fmt: skip
-
-
-def call(rank: int, case: Disagreement) -> Any:
-    is_odd = rank == 1
-    shape = {
-        "b": 1 if "cu_seqlens" in {**case.options, **case.common} else 2,
-        "n": 8,
-        "h": 4,
-        "h_kv": 2,
-        "d": 4,
-    }
-    shape |= case.shape if is_odd else {}
-    b, n, h, h_kv, d = (shape[name] for name in ("b", "n", "h", "h_kv", "d"))
-    tensors = [torch.randn(b, n, heads, d, requires_grad=True) for heads in (h, h_kv, h_kv)]
-    tensors = case.change(tensors) if is_odd else tensors
-    options = {"timeout": 20.0, **case.common, **(case.options if is_odd else {})}
-    if case.pattern:
-        block = {"pattern": 3, "length": 2}.get(case.pattern, 2) if is_odd else 2
-        length = 26 if is_odd and case.pattern == "length" else 24
-        layout = torch.ones(-(-length // block), -(-length // block), dtype=torch.bool)
-        pattern = BlockPattern.from_layout(layout, length, block)
-        return ring_blocks(*tensors, pattern, **options)
-    branches = {"segment_lengths": (8, 24), "dilation_rates": (1, 2), **options}
-    return ring(*tensors, **branches)
-
-
-def disagree(rank: int) -> dict[str, tuple[str, str]]:
-    """The type and message of the error of each case; after each of them the group still works."""
-    errors = {}
-    for case in DISAGREEMENTS:
-        try:
-            call(rank, case)
-            errors[case.name] = "no error", ""
-        except Exception as error:
-            errors[case.name] = type(error).__name__, str(error)
-        try:
-            assert call(rank, Disagreement("healthy", "")).shape == (2, 8, 4, 4)
-        except Exception as error:  # the ranks no longer match: no use to go on
-            before = ": ".join(errors[case.name])
-            errors[case.name] = "broken group", f"{before}; afterwards {error!r}"
-            return errors
-    return errors
-
-
-def test_ranks_that_disagree_or_err_get_clear_errors_everywhere() -> None:
-    wrong = []
-    outcomes = watch_ranks(3, disagree, timeout=90)
-    for outcome in outcomes:
-        rank, errors = outcome.rank, outcome.value
-        if errors is None:
-            wrong.append(f"rank {rank}: exit code {outcome.exit_code} {outcome.error}")
-            continue
-        for case in DISAGREEMENTS:
-            kind, message = errors.get(case.name, ("not reached", ""))
-            says = case.says if rank == 1 or not case.others_say else case.others_say
-            kinds = (case.error.__name__,) if rank == 1 else (case.error.__name__, "ValueError")
-            if kind not in kinds or not re.search(says, message):
-                wrong.append(f"{case.name}, rank {rank}: {kind}: {message!r}, not {kinds[0]}: {says}")
-    assert not wrong, "\n" + "\n".join(wrong)
-
-
-def no_tokens(rank: int) -> str:
-    x = torch.randn(1, 0, 2, 4)
-    with pytest.raises(ValueError, match=r"position|token") as caught:
-        ring_dilated_attention(x, x, x, [8], [1], timeout=20.0)
-    return str(caught.value)
-
-
-def test_no_token_anywhere() -> None:
-    assert len(run_ranks(2, no_tokens)) == 2
 
 
 PAIR = dilated("pair", (20, 25), ((45, 1), (45, 2)), h=4, h_kv=2)

@@ -1,4 +1,4 @@
-"""The schedule, which needs no ranks: against brute force, and at sizes nobody has at hand."""
+"""The schedule: against brute force, at sizes nobody has, and against what ranks really exchange."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.reference import multiplicity
-from dilated_attention_pytorch.ring import even_shards, plan_ring
-from ring.calls import plan_of
-from ring.configurations import Dilated, dilated
-from ring.counting import backward_bytes, forward_bytes, needed_rows
+from dilated_attention_pytorch.ring import even_shards, plan_ring, ring_traffic
+from ring.calls import attend_shard, backward_bytes, forward_bytes, needed_rows, pair_counts, plan_of
+from ring.configurations import CAUSAL, CONFIGURATIONS, WORLDS, Blocks, Dilated, Inputs, dilated, of_world
 from support.configurations import segment_and_rate
+from support.ranks import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-PLANNED = ("is_causal", "head_mixing", "head_offsets")
 
 
 @st.composite
@@ -63,16 +61,7 @@ def test_bytes_are_those_of_the_dense_mask(config: Dilated) -> None:
 @settings(max_examples=100)
 @given(specs())
 def test_flops_are_those_of_the_pairs(config: Dilated) -> None:
-    schedule = plan_of(config)
-    counts = multiplicity(
-        config.n,
-        config.h,
-        config.segment_lengths,
-        config.dilation_rates,
-        cu_seqlens=config.cu_seqlens(),
-        **config.options,
-    )
-    flops = []
+    schedule, counts, flops = plan_of(config), pair_counts(config), []
     for rank in range(len(config.shards)):
         low, high = config.bounds(rank)
         flops.append(int(counts[:, low:high].sum()) * config.b * 4 * config.d)
@@ -155,10 +144,15 @@ def test_it_can_be_read() -> None:
     assert len(schedule.steps(0)) >= 1
 
 
-def test_even_shards() -> None:
+def test_even_shards_and_chunks() -> None:
     assert even_shards(10, 4) == (3, 3, 2, 2)
     assert even_shards(2, 4) == (1, 1, 0, 0)
     assert even_shards(8, 1) == (8,)
+    # Steps beyond the tokens cost nothing.
+    assert plan_ring([8], [1], 8, num_ranks=2, num_heads=2, head_dim=4, steps=10**9).num_chunks == 4
+
+
+EVEN = {"n": 8, "num_ranks": 2}
 
 
 @pytest.mark.parametrize(
@@ -170,12 +164,110 @@ def test_even_shards() -> None:
         ({"n": 10, "shard_lengths": (4, 4)}, "shard_lengths"),
         ({"shard_lengths": (4, -1)}, "shard_lengths"),
         ({"shard_lengths": (0, 0)}, "shard_lengths|position|token|n must"),
+        ({"shard_lengths": (True, 7)}, "shard_lengths must be integers"),
         ({"shard_lengths": (4, 4), "num_kv_heads": 3}, "heads"),
         ({"shard_lengths": (4, 4), "strategy": "star"}, "strategy"),
         ({"shard_lengths": (4, 4), "cu_seqlens": (0, 5)}, "cu_seqlens"),
+        ({**EVEN, "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens must run from 0"),
+        ({**EVEN, "workspace_bytes": 0}, "workspace_bytes must be a positive integer, got 0"),
+        ({**EVEN, "steps": 0}, "steps must be a positive integer, got 0"),
+        ({**EVEN, "dtype": torch.int32}, "dtype must be a floating-point torch.dtype, got torch.int32"),
     ],
     ids=str,
 )
 def test_bad_arguments(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    error = TypeError if "dtype" in options else ValueError
+    with pytest.raises(error, match=message):
         plan_ring([8], [1], **{"num_heads": 4, "head_dim": 8, **options})
+
+
+Received = dict[str, tuple[int, int, int, int]]  # forward received and sent, backward received and sent
+
+
+def measure(rank: int, names: list[str]) -> Received:
+    """The bytes of one forward and one backward of every configuration."""
+    received = {}
+    for config in (MEASURED[name] for name in names):
+        leaves = tuple(config.shard(x, rank).requires_grad_() for x in config.tensors())
+        traffic = ring_traffic()
+        traffic.reset()
+        out, lse = attend_shard(config, rank, leaves)
+        forward = ring_traffic().received_bytes, ring_traffic().sent_bytes
+        traffic.reset()
+        (out.sum() + torch.where(lse.isfinite(), lse, 0.0).sum()).backward()
+        received[config.name] = (*forward, ring_traffic().received_bytes, ring_traffic().sent_bytes)
+        traffic.reset()
+    return received
+
+
+@pytest.mark.parametrize("kind", [Dilated, Blocks])
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_receive_exactly_what_they_need(world: int, kind: type[Inputs]) -> None:
+    """Measured bytes against the schedule's prediction and against a count in the dense mask."""
+    names = of_world(world, kind)
+    measured = run_ranks(world, measure, names)
+    wrong = []
+    for name in names:
+        config, moved = CONFIGURATIONS[name], [part[name] for part in measured]
+        if isinstance(config, Dilated):
+            planned = [predict(config, strategy) for strategy in strategies_of(config)]
+            if moved not in planned:
+                wrong.append(f"{name}: moved {moved}, planned {planned}")
+        if isinstance(config, Blocks) or config.strategy == "ring":
+            received = [(counts[0], counts[2]) for counts in moved]
+            rows = needed_rows(config)
+            needed = [
+                (forward_bytes(config, rows, rank), backward_bytes(config, rows, rank))
+                for rank in range(world)
+            ]
+            # The masks of what is needed travel besides, a byte each.
+            if not config.hidden and received != needed:
+                wrong.append(f"{name}: received {received}, needed {needed}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def strategies_of(config: Dilated) -> tuple[str, ...]:
+    """What "auto" may choose."""
+    if config.strategy != "auto":
+        return (config.strategy,)
+    return ("ulysses",) if config.options.get("detach_mixing") else ("ring", "ulysses")
+
+
+def predict(config: Dilated, strategy: str) -> list[tuple[int, int, int, int]]:
+    """What the schedule says of each rank."""
+    if not config.b:
+        return [(0, 0, 0, 0)] * len(config.shards)
+    schedule = plan_of(config, strategy)
+    return [
+        tuple(
+            count(rank, direction)
+            for direction in ("forward", "backward")
+            for count in (schedule.received_bytes, schedule.sent_bytes)
+        )
+        for rank in range(len(config.shards))
+    ]
+
+
+LOCAL = (
+    dilated("fits", (32, 32, 32), ((16, 1), (32, 2), (8, 3))),
+    dilated("fits causal gqa", (48, 24, 24), ((8, 1), (24, 2)), h=6, h_kv=2, options=CAUSAL),
+    dilated("fits auto", (32, 32, 32), ((16, 1), (32, 2)), strategy="auto"),
+    dilated("documents fit", (20, 20, 20), ((1000, 1),), docs=(0, 7, 20, 40, 60), strategy="auto"),
+)
+FUTURE = dilated("future", (16, 16, 16, 16), ((64, 1), (64, 2)), options=CAUSAL)
+MEASURED = CONFIGURATIONS | {config.name: config for config in (*LOCAL, FUTURE)}
+
+
+def test_nothing_is_sent_when_all_segments_fit_the_shards() -> None:
+    for received in run_ranks(3, measure, [config.name for config in LOCAL]):
+        for name, counts in received.items():
+            assert counts == (0, 0, 0, 0), name
+
+
+def test_nothing_comes_from_the_future() -> None:
+    rows = needed_rows(FUTURE)
+    assert torch.equal(rows, rows.tril())
+    received = [part["future"] for part in run_ranks(4, measure, ["future"])]
+    assert received[0][0] == 0  # the first rank attends to itself alone
+    assert received[3][1] == 0  # and nobody needs the last one
+    assert [counts[0] for counts in received] == [forward_bytes(FUTURE, rows, rank) for rank in range(4)]

@@ -127,10 +127,6 @@ def train_by_hand(rank: int) -> None:
             check_gradients(model, expected, 1.0, f"{kind}, checkpointing {mode}")
 
 
-def test_checkpointing() -> None:
-    run_ranks(2, train_by_hand)
-
-
 def checkpoint_attention(rank: int) -> None:
     """Checkpointing the attention alone changes no bit, with dropout neither."""
     q, k, v = (shard_sequence(tokens()).unflatten(-1, (HEADS, -1)).clone().requires_grad_() for _ in range(3))
@@ -141,10 +137,6 @@ def checkpoint_attention(rank: int) -> None:
             x.grad = None
         checkpoint(attend, q, k, v, use_reentrant=reentrant).square().sum().backward()
         assert all(torch.equal(x.grad, y) for x, y in zip((q, k, v), want, strict=True))
-
-
-def test_checkpointing_changes_no_bit() -> None:
-    run_ranks(2, checkpoint_attention)
 
 
 def train_in_parallel(rank: int) -> None:
@@ -165,10 +157,6 @@ def train_in_parallel(rank: int) -> None:
         check_gradients(model, expected, 2.0, f"FSDP2, {kind}")
 
 
-def test_ddp_and_fsdp() -> None:
-    run_ranks(2, train_in_parallel)
-
-
 def train_on_a_grid(rank: int) -> None:
     """Batches over one dimension of a mesh, sequences over the other."""
     from torch.nn.parallel import DistributedDataParallel
@@ -179,10 +167,6 @@ def train_on_a_grid(rank: int) -> None:
     ddp = DistributedDataParallel(Model(sharded("dilated", grid["ring"])))
     ddp(x).square().sum().backward()
     check_gradients(ddp.module, expected, 4.0, "DDP on a grid")
-
-
-def test_data_parallel_beside_the_ring() -> None:
-    run_ranks(4, train_on_a_grid)
 
 
 def compile_model(rank: int) -> None:
@@ -199,10 +183,6 @@ def compile_model(rank: int) -> None:
         got.square().sum().backward()
         sum_over_ranks(model)
         check_gradients(model, expected, 1.0, "compiled")
-
-
-def test_compile_around() -> None:
-    run_ranks(2, compile_model)
 
 
 def autocast_attention(rank: int) -> None:
@@ -223,17 +203,13 @@ def autocast_attention(rank: int) -> None:
         assert all(x.grad.isfinite().all() for x in model.parameters())
 
 
-def test_autocast() -> None:
-    run_ranks(2, autocast_attention)
-
-
 def inference(rank: int) -> None:
     q, k, v = (shard_sequence(tokens()).unflatten(-1, (HEADS, -1)) for _ in range(3))
     for kind in ("dilated", "ulysses", "blocks"):
         attend = sharded(kind)
-        expected = attend(q, k, v)
-        with torch.inference_mode():
-            assert torch.equal(attend(q, k, v), expected)
+        with torch.inference_mode():  # at first: plans that it makes serve training, too
+            inferred = attend(q, k, v)
+        assert torch.equal(attend(q, k, v), inferred)
         # Gradients of some tensors only; the ranks agree on which.
         leaf = k.clone().requires_grad_()
         (grad,) = torch.autograd.grad(attend(q, leaf, v).square().sum(), leaf)
@@ -243,10 +219,6 @@ def inference(rank: int) -> None:
         first = torch.autograd.grad(attend(*all_leaves).square().sum(), all_leaves[0], create_graph=True)
         with pytest.raises(RuntimeError):
             first[0].sum().backward()
-
-
-def test_inference_and_partial_gradients() -> None:
-    run_ranks(2, inference)
 
 
 def shard_and_join(rank: int) -> None:
@@ -276,8 +248,21 @@ def shard_and_join(rank: int) -> None:
         shard_bounds(N, shard_lengths=(N,))
 
 
-def test_shards_join_to_the_whole() -> None:
-    run_ranks(3, shard_and_join)
+@pytest.mark.parametrize(
+    ("world", "task"),
+    [
+        (2, train_by_hand),
+        (2, checkpoint_attention),
+        (2, train_in_parallel),
+        (4, train_on_a_grid),
+        (2, compile_model),
+        (2, autocast_attention),
+        (2, inference),
+        (3, shard_and_join),
+    ],
+)
+def test_ranks(world: int, task: Callable[[int], None]) -> None:
+    run_ranks(world, task)
 
 
 BLOCK = {"sparse_config": {"pattern_type": "global_local", "block_size": 4, "sparsity_ratio": 0.5}}
@@ -386,20 +371,10 @@ def test_the_snippets_run_under_torchrun(tmp_path: Path) -> None:
         lines.append("models.append(attention)" if name.startswith("003") else "models.append(model)")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(snippets="\n".join(lines)))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(program),
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command.append(str(program))
+    paths = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(rf"of 2 checked {len(RING_SNIPPETS)} models", done.stdout)) == 2

@@ -10,8 +10,8 @@ from torch import Tensor
 from dilated_attention_pytorch import BlockPattern, DilatedSpec, Execution
 from dilated_attention_pytorch.functional import attend
 from dilated_attention_pytorch.ops import block_spec
-from dilated_attention_pytorch.ring.attention import RingSettings, attend_ring
-from dilated_attention_pytorch.ring.block_sparse import attend_ring_blocks
+from dilated_attention_pytorch.ring.attention import attend_ring, attend_ring_blocks
+from dilated_attention_pytorch.ring.call import RingSettings
 from dilated_attention_pytorch.spec import SPEC_FIELDS
 
 Result = Tensor | tuple[Tensor, Tensor]

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from ..checks import check_flags, check_positive_int, did_you_mean, one_of
+from ..checks import check_flags, check_positive_int, did_you_mean, one_of, plain_int
 from ..ops import check_execution
 from ..spec import Branches, DilatedSpec, Execution, branches_for
 

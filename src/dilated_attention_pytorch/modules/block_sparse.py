@@ -18,8 +18,8 @@ from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..core.tracing import uncompiled
 from ..ops import block_spec, write_recipe
 from ..plan import BlockPattern
-from ..ring.attention import RingSettings
-from ..ring.block_sparse import attend_ring_blocks
+from ..ring.attention import attend_ring_blocks
+from ..ring.call import RingSettings
 from ..ring.comm import Group
 from ..spec import SparsePatternConfig
 from .attention import AttentionModule

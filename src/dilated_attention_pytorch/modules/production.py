@@ -24,14 +24,8 @@ from .ring import RingDilatedAttentionV2, RingOptions
 
 LOGGER = logging.getLogger("dilated_attention_pytorch")
 # The fields that the base module does not show.
-_OWN_SWITCHES = (
-    "use_gradient_checkpointing",
-    "memory_pool_size",
-    "enable_error_recovery",
-    "mixed_precision",
-    "log_memory_usage",
-)
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_FLAGS = ("use_gradient_checkpointing", "enable_error_recovery", "log_memory_usage")
+_OWN = (*_FLAGS, "memory_pool_size", "mixed_precision")
 
 
 @dataclass(frozen=True)
@@ -77,11 +71,10 @@ class RingAttentionConfig:
         RingOptions(self.ring_size, None, self.timeout)  # checks them
         one_of("strategy", self.strategy, STRATEGIES)
         check_pool_size("memory_pool_size", self.memory_pool_size)
-        names = ("use_gradient_checkpointing", "enable_error_recovery", "log_memory_usage")
-        check_flags(**{name: getattr(self, name) for name in names})
-        if not isinstance(self.mixed_precision, bool) and self.mixed_precision not in _LOW_PRECISION:
-            rule = "mixed_precision must be a bool, torch.bfloat16 or torch.float16"
-            raise TypeError(f"{rule}, got {self.mixed_precision!r}")
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        low = self.mixed_precision
+        if not isinstance(low, bool) and low not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"mixed_precision must be a bool, torch.bfloat16 or torch.float16, got {low!r}")
 
     @property
     def low_precision(self) -> torch.dtype | None:
@@ -108,18 +101,15 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             raise TypeError(f"config must be a RingAttentionConfig or None, got {config!r}")
         elif given:
             raise ValueError(f"config is the whole configuration, got {', '.join(given)} beside it")
-        pooled = options.pop("enable_memory_pool", True)
-        check_flags(enable_memory_pool=pooled, lightweight_pool=options.get("lightweight_pool", False))
+        pooled, lightweight = options.pop("enable_memory_pool", True), options.get("lightweight_pool", False)
+        check_flags(enable_memory_pool=pooled, lightweight_pool=lightweight)
         if not pooled:
             raise ValueError(
                 "the memory of this module is pooled (memory_pool_size=0 keeps nothing), got "
                 "enable_memory_pool=False"
             )
-        settings = Settings(
-            lightweight=options.get("lightweight_pool", False),
-            retries=config.enable_error_recovery,
-            pool_size=config.memory_pool_size,
-        )
+        settings = Settings(lightweight=lightweight, retries=config.enable_error_recovery)
+        settings = settings._replace(pool_size=config.memory_pool_size)
         # Before the other options, whose checks ask where the memory comes from.
         object.__setattr__(self, "config", config)
         object.__setattr__(self, "_manager", shared_buffer_manager(settings))
@@ -209,5 +199,5 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         config, usual = self.config, RingAttentionConfig()
-        changed = {name: (getattr(config, name), getattr(usual, name)) for name in _OWN_SWITCHES}
+        changed = {name: (getattr(config, name), getattr(usual, name)) for name in _OWN}
         return {**super()._changed(), "enable_memory_pool": (True, True), **changed}

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
-from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, sharing_errors
-from ..ring.attention import RingSettings, attend_ring
+from ..ring.attention import attend_ring
+from ..ring.call import RingSettings
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
 from .attention import AttentionModule, DilatedAttention
@@ -26,13 +26,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RingOptions:
-    """The processes that share a module's sequences, and in how many steps they go around.
+    """The processes that share a module's sequences: `group` and `timeout` as in `ring_dilated_attention`.
 
-    Args:
-        asked_size: steps of the whole ring, a multiple of the number of processes; None is one a process.
-        group: a process group, a 1-D device mesh, or None for the default group; without torch.distributed
-            this process alone.
-        timeout: seconds, or a timedelta, that a transfer may take; None leaves it to the group.
+    `asked_size` steps go around the whole ring, a multiple of the number of processes; None is one a process.
     """
 
     asked_size: int | None = None
@@ -60,7 +56,7 @@ class RingOptions:
 
     @property
     def steps(self) -> int:
-        """Of each process, in which its keys travel or, alone, its queries are attended."""
+        """Chunks in which a process sends its keys or, alone, parts in which its queries are attended."""
         self.check()
         return self.size // self.num_processes
 
@@ -71,14 +67,6 @@ class RingOptions:
                 "the processes share the ring, so that their number must divide ring_size, got "
                 f"{self.num_processes} processes and ring_size={self.size}"
             )
-
-    def changed(self) -> dict[str, tuple[Any, Any]]:
-        """(value, default) of its options, by their names in modules."""
-        return {
-            "ring_size": (self.asked_size, None),
-            "group": (self.group, None),
-            "timeout": (self.timeout, None),
-        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingOptions:
         return self  # a group cannot be copied: the copies of a module belong to the same one
@@ -106,7 +94,7 @@ class RingModule(AttentionModule):
 
     @property
     def ring_size(self) -> int:
-        """Parts of the sequence: processes, or steps of one process."""
+        """Processes, or steps of one process."""
         return self.ring.size
 
     @property
@@ -114,7 +102,7 @@ class RingModule(AttentionModule):
         return self.ring.num_processes > 1
 
     def warn_isolated(self, n: int) -> None:
-        # The other parts are not known here; even ones hold at least this many tokens together.
+        # The other shards are not known here; even ones hold at least this many tokens together.
         super().warn_isolated((n - 1) * self.ring.num_processes + 1)
 
     def _check_ring(self) -> None:
@@ -122,32 +110,29 @@ class RingModule(AttentionModule):
         self.ring.check()
 
     def _check_declared(self, query: Tensor) -> None:
-        if self.is_sharded:
-            check_together(self.ring, partial(self._check_own, query))
-        else:
-            self._check_own(query)
+        def check() -> None:
+            self._check_ring()
+            super(RingModule, self)._check_declared(query)
 
-    def _check_own(self, query: Tensor) -> None:
-        self._check_ring()
-        super()._check_declared(query)
+        check_together(self.ring, check) if self.is_sharded else check()
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
-        return {**super()._changed(), **self.ring.changed()}
+        ring = {"ring_size": self.ring.asked_size, "group": self.ring.group, "timeout": self.ring.timeout}
+        return {**super()._changed(), **{name: (value, None) for name, value in ring.items()}}
 
 
 class RingDilatedAttentionV2(RingModule, DilatedAttention):
     """`DilatedAttention` over a sequence of which each process of a group holds a contiguous part.
 
-    With several processes query, key, value and attention_mask are this process's part, (b, n_local, ...),
-    in the order of the ranks; parts may differ in length. All processes must call it, with the same options.
-    See `ring_dilated_attention`, and `shard_sequence` for the parts. In one process it computes what
+    With several processes query, key, value and attention_mask are this process's shard, (b, n_local, ...),
+    in the order of the ranks; shards may differ in length. All processes must call it, with the same options.
+    See `ring_dilated_attention`, and `shard_sequence` for the shards. In one process it computes what
     `DilatedAttention` does, to the last rounding.
 
     Args:
         ring_size: steps in which a call goes around the ring, by default one for each process; a multiple of
-            their number. More steps mean smaller buffers: of `ring_size // processes` parts a process's keys
-            travel one by one. One process alone attends its queries in so many parts, forward: there is
-            nothing more to bound, and tiles are as small as `workspace_bytes` says.
+            their number. More steps mean smaller buffers: a process sends its keys in
+            `ring_size // processes` chunks. One process alone attends its queries in so many parts, forward.
         group: a process group, a 1-D device mesh, or None for the default group; without torch.distributed
             this process alone. A copy of the module belongs to the same group; with a group it cannot be
             pickled.
@@ -207,30 +192,17 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
             `inputs` (query, key and value), `outputs` (and log-sum-exp), `workspace` (at most) and
             `communication`, and their `total`. With strategy "auto", of the strategy that needs more.
         """
-        spec = self.spec
-        candidates: Any = ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,)
-        processes = self.ring.num_processes if num_processes is None else num_processes
+        spec, processes = self.spec, self.ring.num_processes if num_processes is None else num_processes
         check_positive_int("num_processes", processes)
-        schedules = [
-            plan_ring(
-                spec.segment_lengths,
-                spec.dilation_rates,
-                seq_len,
-                num_ranks=processes,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                num_kv_heads=num_kv_heads,
-                batch_size=batch_size,
-                dtype=dtype,
-                steps=max(1, self.ring.size // processes),
-                head_mixing=spec.head_mixing,
-                head_offsets=spec.head_offsets,
-                strategy=strategy,
-                workspace_bytes=self.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
-            )
-            for strategy in candidates
-        ]
-        needs = [schedule.memory(rank) for schedule in schedules for rank in range(schedule.num_ranks)]
+        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        sizes |= {"batch_size": batch_size, "dtype": dtype, "num_ranks": processes}
+        sizes |= {"head_mixing": spec.head_mixing, "head_offsets": spec.head_offsets}
+        sizes |= {"workspace_bytes": self.workspace_bytes, "steps": max(1, self.ring.size // processes)}
+        needs = []
+        for strategy in ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,):
+            branches = spec.segment_lengths, spec.dilation_rates
+            schedule = plan_ring(*branches, seq_len, strategy=strategy, **sizes)
+            needs += [schedule.memory(rank) for rank in range(processes)]
         most = max(needs, key=lambda memory: memory.total)
         return {**most._asdict(), "total": most.total}
 
@@ -244,22 +216,12 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
     Args:
         cache_on_gpu: copies of cached patterns on the device of a call are kept for the next one. By default
             whenever there is a pattern cache; False copies them anew. The cache serves all modules, and so
-            does this switch: it is on as soon as one of them asks for it. The plans of dilated attention hold
-            no tensors and serve every device as they are.
+            does this switch: it is on as soon as one of them asks for it.
         options: those of `RingDilatedAttentionV2`.
     """
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        *,
-        cache_on_gpu: bool | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
+    def __init__(self, *branches: Any, cache_on_gpu: bool | None = None, **options: Any) -> None:
+        super().__init__(*branches, **options)
         if cache_on_gpu is not None and not isinstance(cache_on_gpu, bool):
             raise TypeError(f"cache_on_gpu must be a bool or None, got {cache_on_gpu!r}")
         if cache_on_gpu and not self.use_pattern_cache:

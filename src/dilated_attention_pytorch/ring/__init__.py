@@ -1,12 +1,9 @@
-"""WHERE rows live: attention over sequences that several processes hold in parts."""
+"""WHERE rows live: attention over sequences that several processes hold in shards."""
 
-from .agreement import sharing_errors
-from .attention import ring_dilated_attention
-from .block_sparse import ring_block_sparse_attention
-from .comm import RingError, Traffic, group_size, ring_traffic
-from .rounds import even_shards
-from .schedule import RingSchedule, plan_ring
-from .shards import shard_bounds, shard_lengths_of, shard_positions, shard_sequence, unshard_sequence
+from .attention import plan_ring, ring_block_sparse_attention, ring_dilated_attention
+from .comm import RingError, Traffic, group_size, ring_traffic, sharing_errors
+from .schedule import RingSchedule
+from .shards import even_shards, shard_bounds, shard_positions, shard_sequence, unshard_sequence
 
 __all__ = [
     "RingError",
@@ -19,7 +16,6 @@ __all__ = [
     "ring_dilated_attention",
     "ring_traffic",
     "shard_bounds",
-    "shard_lengths_of",
     "shard_positions",
     "shard_sequence",
     "sharing_errors",

@@ -1,98 +1,50 @@
-"""Dilated attention over a sequence whose parts lie on several ranks: exact, whatever the shards cut."""
+"""Dilated and block-sparse attention over a sequence whose shards lie on several ranks, and its schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
+from ..block_sparse import attend_blocks, check_fit
 from ..checks import (
-    autocast_inputs,
+    check_bounds,
     check_flags,
-    check_inputs,
     check_positive_int,
     document_bounds,
+    named_keywords,
     one_of,
-    refuse_forward_mode,
+    whole_numbers,
 )
-from ..core.pattern_cache import get_global_pattern_cache
+from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import Lengths, Rates, spec_of
 from ..functional import attend as attend_alone
-from ..ops import Tensors, check_execution, run_options
-from ..plan import DEFAULT_WORKSPACE_BYTES, Shape
+from ..ops import BlockSparse, Tensors, block_spec, run_options
+from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
-from .agreement import agree, check_alone, nothing, rank_seed
-from .call import RankCall, attend
-from .comm import Group, check_timeout, digest, find_ring
-from .schedule import STRATEGIES, RingSchedule
-from .ulysses import Ulysses
+from .call import RingSettings, agree_on_call, check_alone
+from .comm import Group, agree, digest, find_ring
+from .needs import BlockNeeds, DilatedNeeds
+from .schedule import STRATEGIES, RingSchedule, Strategy
+from .shards import check_lengths, even_shards
 
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: RankCall, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    ring, schedule = call.ring, call.schedule
-    assert isinstance(schedule, RingSchedule)
-    seed = rank_seed(ring) if call.options.dropout_p else None
-    if schedule.strategy == "ring":
-        if not q.shape[1]:
-            return nothing(q, k, v, return_lse)
-        out, lse = attend(Tensors(q, k, v, key_mask, seed=seed), call)
-        return (out, lse) if return_lse else out
-    ulysses = Ulysses(ring, schedule, call.options.memory)
-    q, k, v = ulysses.to_heads(q, k, v)
-    mask = None if key_mask is None else ulysses.all_tokens(key_mask)
-    if q.shape[2]:
-        out, lse = attend(Tensors(q, k, v, mask, seed=seed), call)
-    else:  # more ranks than key heads: nothing to attend, but gradients to pass on
-        out, lse = nothing(q, k, v, return_lse=True)
-    if not return_lse:
-        return ulysses.to_tokens(out)[0]
-    out, lse = ulysses.to_tokens(out, lse.transpose(1, 2).unsqueeze(-1))
-    return out, lse.squeeze(-1).transpose(1, 2)
-
-
-class RingSettings(NamedTuple):
-    """Who takes part in a call, and how: the options of `ring_dilated_attention` beside those of attention.
-
-    `steps`: the keys of a rank travel in at least so many parts; of a rank alone, see `functional.attend`.
-    """
-
-    group: Group = None
-    strategy: str = "auto"
-    shard_lengths: Sequence[int] | None = None
-    timeout: float | timedelta | None = None
-    steps: int = 1
+Result = Tensor | tuple[Tensor, Tensor]
 
 
 @overload
 def ring_dilated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_lengths: Lengths,
-    dilation_rates: Rates = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *branches: Any, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def ring_dilated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_lengths: Lengths,
-    dilation_rates: Rates = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *branches: Any, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -121,8 +73,8 @@ def ring_dilated_attention(
     return_lse: bool = False,
     execution: Execution | None = None,
     timeout: float | timedelta | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`dilated_attention` over a sequence of which each rank of a group holds a contiguous part.
+) -> Result:
+    """`dilated_attention` over a sequence of which each rank of a group holds a contiguous shard.
 
     Equals `dilated_attention` of the whole sequence, forward and gradients, for shards of any lengths.
     Segments within a shard need no communication. Of segments that several ranks share, each rank receives
@@ -136,7 +88,7 @@ def ring_dilated_attention(
         segment_lengths, dilation_rates: of the whole sequence, as in `dilated_attention`.
         group: a process group or one-dimensional DeviceMesh, by default all ranks; positions follow the order
             of its ranks. Without torch.distributed the call is `dilated_attention`.
-        strategy: "ring" moves the keys that are needed; "ulysses" exchanges tokens for heads, so that each
+        strategy: "ring" sends the keys that are needed; "ulysses" exchanges tokens for heads, so that each
             rank attends all tokens of some heads; "auto" takes what the schedule finds cheaper.
         shard_lengths: tokens of every rank; if given, they are checked against what the ranks hold.
         key_mask: (b, n_local) bool of the local keys, on all ranks or on none.
@@ -155,9 +107,9 @@ def ring_dilated_attention(
     """
     branches, mixing = (segment_lengths, dilation_rates), (head_mixing, head_offsets, tail, detach_mixing)
     make_spec = partial(spec_of, *branches, is_causal, scale, dropout_p, *mixing)
-    options = RingSettings(group, strategy, shard_lengths, timeout)
-    given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "return_lse": return_lse}
-    return attend_ring(q, k, v, make_spec, execution, options, **given)  # type: ignore[arg-type]
+    settings = RingSettings(group, strategy, shard_lengths, timeout)
+    given: dict[str, Any] = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "return_lse": return_lse}
+    return attend_ring(q, k, v, make_spec, execution, settings, **given)
 
 
 @uncompiled
@@ -167,77 +119,189 @@ def attend_ring(
     v: Tensor,
     make_spec: Callable[[], DilatedSpec],
     execution: Execution | None,
-    options: RingSettings,
+    settings: RingSettings,
     *,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """`ring_dilated_attention`. The spec is made here, so that all ranks learn of one that cannot be made."""
-    ring, strategy, steps = find_ring(options.group), options.strategy, options.steps
+    ring, strategy = find_ring(settings.group), settings.strategy
     if ring is None or ring.size == 1:
-        check_timeout(options.timeout)
-        one_of("strategy", strategy, STRATEGIES)
-        check_alone(options.shard_lengths, q)
+        check_alone(q, settings, return_lse)
+        spec, steps = make_spec(), settings.steps
+        alone = attend_alone(q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens, steps=steps)
+        return alone if return_lse else alone[0]
+    with agree(ring, "ring_dilated_attention", q, settings.timeout) as agreement:
         spec = make_spec()
-        check_flags(return_lse=return_lse)
-        out, lse = attend_alone(
-            q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens, steps=steps
-        )
-        return (out, lse) if return_lse else out
-    with agree(ring, "ring_dilated_attention", q, options.timeout) as agreement:
-        spec = make_spec()
-        q, k, v = autocast_inputs(q, k, v)
-        check_inputs(q, k, v, key_mask, cu_seqlens, least_length=0)
-        refuse_forward_mode("ring_dilated_attention", q, k, v)
-        execution = check_execution(execution)
-        check_flags(return_lse=return_lse)
-        check_positive_int("steps", steps)
         one_of("strategy", strategy, STRATEGIES)
         if spec.detach_mixing and strategy == "ring":
             raise ValueError(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
-        run = run_options(spec, q.shape[-1], execution, DEFAULT_WORKSPACE_BYTES)
-        facts = {
-            "strategy": STRATEGIES.index(strategy),
-            "workspace_bytes": run.workspace_bytes,
-            "steps": steps,
-            "return_lse": int(return_lse),
-            "cu_seqlens": 0 if cu_seqlens is None else digest(cu_seqlens.tolist()),
-        }
-        lengths = agreement.on_call(q, k, v, key_mask, options.shard_lengths, facts | _facts(spec))
-    b, _, h, d = q.shape
-    schedule = RingSchedule(
-        Shape(b, sum(lengths), h, k.shape[2], d),
-        lengths,
-        q.element_size(),
-        key_mask is not None,
-        run.workspace_bytes,
-        steps,
-        spec=spec,
-        docs=None if cu_seqlens is None else document_bounds(cu_seqlens, sum(lengths)),
-        strategy="ulysses" if strategy == "ulysses" or spec.detach_mixing else "ring",
-        return_lse=return_lse,
+        tensors, facts = Tensors(q, k, v, key_mask, cu_seqlens), {"strategy": STRATEGIES.index(strategy)}
+        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
+    docs = None if cu_seqlens is None else document_bounds(cu_seqlens, call.shape.n)
+    needs = DilatedNeeds(call.shape, spec, docs)
+    options = run_options(spec, call.shape.d, call.execution, DEFAULT_WORKSPACE_BYTES)
+    strategy = "ulysses" if spec.detach_mixing else strategy
+    return call.attend(needs, options, get_global_pattern_cache(), strategy)
+
+
+@overload
+def ring_block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+
+
+@overload
+def ring_block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@named_keywords  # type: ignore[misc]  # the overloads leave the options open
+@uncompiled
+def ring_block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | Callable[[int], BlockPattern],
+    *,
+    group: Group = None,
+    shard_lengths: Sequence[int] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    key_mask: Tensor | None = None,
+    return_lse: bool = False,
+    execution: Execution | None = None,
+    timeout: float | timedelta | None = None,
+) -> Result:
+    """`block_sparse_attention` over a sequence of which each rank of a group holds a contiguous shard.
+
+    Equals `block_sparse_attention` of the whole sequence, forward and gradients. A rank receives the blocks
+    that its own rows keep, each once; shards may cut blocks, but are faster if they do not.
+
+    Args:
+        q: (b, n_local, h, d), this rank's tokens; n_local may differ between ranks and be 0 on some.
+        k, v: (b, n_local, h_kv, d).
+        pattern: of the whole sequence, the same on all ranks; or a function that makes it of the length.
+        group, shard_lengths, key_mask, timeout: as in `ring_dilated_attention`.
+        Others: as in `block_sparse_attention`.
+
+    Returns:
+        out (b, n_local, h, d); with `return_lse` also lse (b, h, n_local).
+    """
+    make_spec = partial(block_spec, is_causal, scale, dropout_p)
+    settings = RingSettings(group, shard_lengths=shard_lengths, timeout=timeout)
+    given: dict[str, Any] = {"key_mask": key_mask, "return_lse": return_lse}
+    return attend_ring_blocks(q, k, v, pattern, make_spec, execution, settings, **given)
+
+
+@uncompiled
+def attend_ring_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | Callable[[int], BlockPattern],
+    make_spec: Callable[[], DilatedSpec],
+    execution: Execution | None,
+    settings: RingSettings,
+    *,
+    key_mask: Tensor | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """`ring_block_sparse_attention`. The spec is made here, so that all ranks learn of a bad one."""
+    ring = find_ring(settings.group)
+    if ring is None or ring.size == 1:
+        check_alone(q, settings, return_lse)
+        if not isinstance(pattern, BlockPattern) and callable(pattern) and isinstance(q, Tensor):
+            pattern = pattern(q.shape[1])
+        if not isinstance(pattern, BlockPattern):
+            raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
+        alone = attend_blocks(q, k, v, pattern, make_spec(), execution, key_mask=key_mask)
+        return alone if return_lse else alone[0]
+    with agree(ring, "ring_block_sparse_attention", q, settings.timeout) as agreement:
+        if not (isinstance(pattern, BlockPattern) or callable(pattern)):
+            raise TypeError(f"pattern must be a BlockPattern or make one, got {type(pattern).__name__}")
+        spec, facts = make_spec(), {"pattern": 0}
+        if isinstance(pattern, BlockPattern):
+            check_fit(pattern, q, spec.is_causal)
+            facts = {"pattern": digest(pattern.key)}
+        tensors = Tensors(q, k, v, key_mask)
+        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
+    shape = call.shape
+    if not isinstance(pattern, BlockPattern):
+        with agree(ring, "the pattern", q, settings.timeout) as agreement:
+            pattern = pattern(shape.n)
+            check_fit(pattern, q, spec.is_causal)
+            agreement.on({"the pattern": digest(pattern.key)}, [])
+    if shape.n != pattern.n:
+        raise ValueError(f"the pattern is for a length of {pattern.n}, got {shape.n} tokens on all ranks")
+    kept = pattern.causal() if spec.is_causal else pattern
+    workspace_bytes = BlockSparse(spec, "").default_bytes()
+    options = run_options(spec, shape.d, call.execution, workspace_bytes)
+    needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
+    return call.attend(needs, options, get_block_pattern_cache(), "ring")
+
+
+def plan_ring(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    n: int | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_ranks: int | None = None,
+    shard_lengths: Sequence[int] | None = None,
+    num_kv_heads: int | None = None,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    is_causal: bool = False,
+    head_mixing: HeadMixing = "all",
+    head_offsets: HeadOffsets = "interleaved",
+    cu_seqlens: Sequence[int] | None = None,
+    strategy: Strategy = "ring",
+    masked: bool = False,
+    return_lse: bool = False,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    steps: int = 1,
+) -> RingSchedule:
+    """The schedule of `ring_dilated_attention` for any number of ranks, without any of them.
+
+    Either `n` and `num_ranks`, for shards as even as possible, or `shard_lengths`. `masked`: with a key_mask.
+    `return_lse`: with lse, which "ulysses" has to exchange.
+    """
+    if shard_lengths is None:
+        if n is None or num_ranks is None:
+            raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
+        check_positive_int("num_ranks", num_ranks, bits=24)
+        shard_lengths = even_shards(n, num_ranks)
+    shard_lengths = check_lengths(shard_lengths)
+    if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
+        raise ValueError(
+            f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
+            f"num_ranks={num_ranks}"
+        )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths), "steps": steps}).items():
+        check_positive_int(name, value)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+    check_positive_int("workspace_bytes", workspace_bytes)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    one_of("strategy", strategy, STRATEGIES[1:])
+    check_flags(masked=masked, return_lse=return_lse)
+    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
+    if docs is not None:
+        check_bounds(docs, sum(shard_lengths))
+    spec = DilatedSpec(
+        segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
     )
-    schedule = _settle(schedule, strategy == "auto" and not spec.detach_mixing, run.use_pattern_cache)
-    return _attend(q, k, v, key_mask, RankCall(ring, schedule, run), return_lse)
-
-
-def _facts(spec: DilatedSpec) -> dict[str, int]:
-    """What ranks must agree on: flags as numbers, the rest as digests."""
-    facts = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    return {name: int(x) if isinstance(x, bool) else digest(x) for name, x in facts.items()}
-
-
-def _settle(schedule: RingSchedule, is_open: bool, use_pattern_cache: bool) -> RingSchedule:
-    """The schedule to follow: an equal one of before, which knows its rounds; the cheaper if it is open."""
-
-    def choose() -> RingSchedule:
-        return schedule.cheaper() if is_open else schedule
-
-    if not use_pattern_cache:
-        return choose()
-    settled: RingSchedule = get_global_pattern_cache().get_or_build(("ring", schedule, is_open), choose)
-    return settled
+    shape = Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim)
+    how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse
+    return RingSchedule(DilatedNeeds(shape, spec, docs), shard_lengths, *how)

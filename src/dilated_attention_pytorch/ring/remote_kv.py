@@ -1,9 +1,9 @@
-"""Keys and values on their way around the ring, a chunk ahead of the computation; gradients going back."""
+"""Keys and values of other ranks, received a step ahead of the computation; gradients on their way back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,29 +11,30 @@ from torch import Tensor
 from ..kernels import Inputs
 from ..kernels.rows import FlatRows, Rows
 from ..plan import Pass, Plan, Range, Region
-from .comm import Pending, Ring
-from .positions import Positions, list_positions
-from .rounds import Round, Schedule, Transfer
+from .comm import Message, Pending, Ring
+from .needs import list_positions
+from .schedule import RingSchedule, Step, Transfer
+
+_T = TypeVar("_T")
 
 
-class ReceivedChunk:
-    """Keys and values of some positions of another rank, as rows: batch by batch, head by head of a lane."""
+class RemoteChunk:
+    """Keys and values (2, rows, d) of another rank: batch by batch, head by head, by position."""
 
     def __init__(
-        self, plan: Plan, step: Round, transfer: Transfer, inputs: Inputs, start: int, keys: Tensor
+        self, plan: Plan, step: Step, inputs: Inputs, start: int, keys: Tensor, mask: Tensor | None
     ) -> None:
-        self.plan, self.transfer, self.inputs, self.keys = plan, transfer, inputs, keys
-        self.mask: Tensor | None = None
+        assert step.receive is not None
+        self.plan, self.inputs, self.keys, self.mask = plan, inputs, keys, mask
         self.gradients: Tensor | None = None
-        batch = inputs.k.shape[0]
-        # From one batch to the next in rows, or in the list of heads if batches differ.
-        per_batch = transfer.differs_by_batch(batch)
-        self.steps = torch.tensor([step.lane[1] if per_batch else 0, 0, 1]), step.lane[0]
-        self.batch_step = 0 if per_batch else keys.shape[1] // max(1, batch)
-        low, high = transfer.keys
-        self.span, self.shift = high - low, start - low
-        lists = [list_positions(each) + (i * self.span - low) for i, each in enumerate(transfer.needs)]
-        self.positions = torch.cat(lists).to(keys.device)
+        transfer, (low, high) = step.receive, step.receive.keys
+        self.first_head, self.span, self.shift = step.kv[0], high - low, start - low
+        # From one batch to the next in the list of needs or, if batches share it, in rows.
+        is_shared = transfer.num_alike > 1
+        self.list_step = 0 if is_shared else step.kv[1]
+        self.row_step = keys.shape[1] // transfer.num_alike if is_shared else 0
+        number, position = _listed(transfer)
+        self.order = (number * self.span + position - low).to(keys.device)
         self._last: tuple[Rows, Tensor] | None = None
 
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -54,68 +55,60 @@ class ReceivedChunk:
     def _index(self, rows: Rows) -> Tensor:
         """The numbers of rows among those of the chunk; backward asks for them twice in a row."""
         if self._last is None or self._last[0] is not rows:
-            device, places = self.keys.device, rows.places
-            steps, first = self.steps
-            lists = (places @ steps - first).to(device)
-            times = rows.numbers((0, 1, 0), device=device).view(len(places), -1)
-            wanted = lists[:, None] * self.span + times + self.shift
-            index = torch.searchsorted(self.positions, wanted)
-            index += (places[:, :1] * self.batch_step).to(device)
-            self._last = rows, index.flatten()
+            device = self.keys.device
+            batch, _, head = rows.places.to(device).unbind(1)
+            times = rows.numbers((0, 1, 0), device=device).view(len(batch), -1)
+            number = batch * self.list_step + head - self.first_head
+            index = torch.searchsorted(self.order, number[:, None] * self.span + times + self.shift)
+            self._last = rows, (index + (batch * self.row_step)[:, None]).flatten()
         return self._last[1]
 
 
-class _Moving(NamedTuple):
-    """Transfers under way, and where what arrives will stand."""
+class _Buffer(NamedTuple):
+    """Memory of one message, and where the keys and values (2, rows, d) and their mask lie in it."""
 
-    pending: Pending
-    rows: Tensor | None
-    mask: Tensor | None = None
+    memory: Tensor
+    keys: Tensor
+    mask: Tensor | None
 
 
 class RingKV:
-    """The rounds of one pass of a rank. Round i + 1 is under way while round i is attended.
+    """The steps of one pass of a rank. Step i + 1 is under way while step i is attended.
 
-    All ranks count the same rounds, also those in which they neither send nor receive, so that they begin the
-    transfers of a pair in the same order.
+    All ranks count the same steps, also those in which they neither send nor receive, so that both ranks of a
+    pair begin their transfers in the same order. Buffers serve every second step.
     """
 
-    def __init__(
-        self, ring: Ring, schedule: Schedule, inputs: Inputs, direction: Pass, workspace_bytes: int
-    ) -> None:
+    def __init__(self, ring: Ring, schedule: RingSchedule, inputs: Inputs, direction: Pass) -> None:
         self.ring, self.schedule, self.inputs, self.direction = ring, schedule, inputs, direction
-        self.workspace_bytes = workspace_bytes
-        self.rounds = {each.number: each for each in schedule.rounds(ring.rank)}
-        self.own = _OwnRows(inputs, schedule.shard(ring.rank)[0])
-        self._moving: dict[int, _Moving] = {}
-        self._returning: dict[int, _Moving] = {}
-        self._next = 0
+        self.steps = {step.number: step for step in schedule.steps(ring.rank)}
+        self.start, self.own = schedule.shard(ring.rank)[0], (FlatRows.of(inputs.k), FlatRows.of(inputs.v))
+        self._moving: dict[int, tuple[Pending, _Buffer | None]] = {}
+        self._returning: dict[int, tuple[Pending, Tensor | None]] = {}
+        self._begun = -1  # the last step
         self._begin_until(0)
 
-    def chunks(self, region: Region) -> Iterator[ReceivedChunk]:
-        """What this rank's queries attend of other ranks, for the key heads of a region: a lane."""
-        for number in self._rounds_of(region.kv):
-            chunk = self._arrived(number)
+    def chunks(self, region: Region) -> Iterator[RemoteChunk]:
+        """What this rank's queries attend of other ranks, for the key heads of a region."""
+        for number in self._numbers(region.kv):
+            chunk = self._receive(number)
             if chunk is not None:
                 yield chunk
 
-    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[ReceivedChunk]:
-        """As `chunks`; the gradients that a chunk was given leave for its owner.
+    def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[RemoteChunk]:
+        """As `chunks`; the gradients that a chunk was given are sent to its owner.
 
-        What other ranks computed of this rank's keys is added to dk and dv (b, n, heads of the region, d).
+        What other ranks computed for this rank's keys is added to dk and dv (b, n, heads of the region, d).
         """
         sums = FlatRows.of(dk), FlatRows.of(dv)
         for x, (rows, _) in zip((dk, dv), sums, strict=True):
             assert rows.data_ptr() == x.data_ptr(), f"a copy would lose what is added to it: {x.stride()}"
         previous = None
-        for number in self._rounds_of(region.kv):
-            chunk = self._arrived(number)
-            self._free(self._returning, number)
+        for number in self._numbers(region.kv):
+            chunk = self._receive(number)
+            _wait_for_slot(self._returning, number)
             if chunk is not None:
-                slot = f"comm_grad_out_{number % 2}"
-                dtype, device = self.inputs.accumulate_dtype, chunk.keys.device
-                shape = tuple(chunk.keys.shape)
-                chunk.gradients = self.inputs.workspace.take(slot, shape, dtype, device).zero_()
+                chunk.gradients = self._take_gradients("out", number, chunk.keys.shape[1]).zero_()
                 yield chunk
             self._return(number, chunk)
             self._collect(previous, sums)
@@ -123,138 +116,117 @@ class RingKV:
         self._collect(previous, sums)
 
     def finish(self) -> None:
-        """Waits for all that is still leaving: its memory is about to serve others."""
-        for moving in (*self._moving.values(), *self._returning.values()):
-            moving.pending.wait_left()
+        """Waits until everything has left: its memory is about to serve others."""
+        for pending, _ in (*self._moving.values(), *self._returning.values()):
+            pending.wait_left()
 
-    def _rounds_of(self, lane: Range) -> Iterator[int]:
-        """The numbers of a lane's rounds; the next round begins as one is taken up."""
-        first = self.schedule.lanes.index(lane) * self.schedule.rounds_a_lane
-        for number in range(first, first + self.schedule.rounds_a_lane):
+    def _numbers(self, kv: Range) -> Iterator[int]:
+        """The steps of a group of key heads; the next one begins as one is taken up."""
+        count = self.schedule.steps_a_group
+        first = self.schedule.kv_groups.index(kv) * count
+        for number in range(first, first + count):
             self._begin_until(number + 1)
             yield number
 
     def _what(self, number: int) -> str:
-        total = len(self.schedule.lanes) * self.schedule.rounds_a_lane
+        total = len(self.schedule.kv_groups) * self.schedule.steps_a_group
         return f"{self.direction} pass, step {number + 1} of {total}"
 
+    def _take(self, name: str, number: int, rows: int) -> _Buffer:
+        k, size = self.inputs.k, 2 * rows * self.inputs.k.shape[-1] * self.inputs.k.element_size()
+        has_mask = self.inputs.key_mask is not None
+        slot = f"comm_{name}_{number % 2}"
+        memory = self.inputs.workspace.take(slot, (size + rows * has_mask,), torch.uint8, k.device)
+        keys = memory[:size].view(k.dtype).view(2, rows, -1)
+        return _Buffer(memory, keys, memory[size:] if has_mask else None)
+
+    def _take_gradients(self, name: str, number: int, rows: int) -> Tensor:
+        shape, slot = (2, rows, self.inputs.k.shape[-1]), f"comm_grad_{name}_{number % 2}"
+        return self.inputs.workspace.take(slot, shape, self.inputs.accumulate_dtype, self.inputs.k.device)
+
     def _begin_until(self, last: int) -> None:
-        while self._next <= last:
-            self._begin(self._next)
-            self._next += 1
+        for number in range(self._begun + 1, last + 1):
+            if step := self.steps.get(number):
+                self._begin(step)
+        self._begun = max(self._begun, last)
 
-    def _begin(self, number: int) -> None:
-        step = self.rounds.get(number)
-        if step is None:
-            return
-        inputs, slot = self.inputs, number % 2
-        self._free(self._moving, number)
-        receives, sends = [], []
-        keys = mask = None
-        d, device = inputs.k.shape[-1], inputs.k.device
+    def _begin(self, step: Step) -> None:
+        """Sends and receives keys, values and masks."""
+        receives, sends = list[Message](), list[Message]()
+        number, arriving = step.number, None
+        _wait_for_slot(self._moving, number)
         if step.receive is not None:
-            rows = step.receive.rows
-            keys = inputs.workspace.take(f"comm_in_{slot}", (2, rows, d), inputs.k.dtype, device)
-            receives.append((step.receive.peer, keys))
-            if inputs.key_mask is not None:
-                mask = inputs.workspace.take(f"comm_mask_in_{slot}", (rows,), torch.uint8, device)
-                receives.append((step.receive.peer, mask))
+            arriving = self._take("in", number, step.receive.rows)
+            receives.append((step.receive.peer, arriving.memory))
         if step.send is not None:
-            packed = inputs.workspace.take(f"comm_out_{slot}", (2, step.send.rows, d), inputs.k.dtype, device)
-            sends.append((step.send.peer, self.own.pack(step.send, step.lane, packed)))
-            if inputs.key_mask is not None:
-                packed = inputs.workspace.take(
-                    f"comm_mask_out_{slot}", (step.send.rows,), torch.uint8, device
-                )
-                sends.append((step.send.peer, self.own.pack_mask(step.send, packed)))
-        self._moving[number] = _Moving(self.ring.start(self._what(number), receives, sends), keys, mask)
+            memory, keys, mask = self._take("out", number, step.send.rows)
+            index = {x: self._index(step.send, x, step.kv) for x in {own.steps for own in self.own}}
+            for x, packed in zip(self.own, keys, strict=True):
+                torch.index_select(x.rows, 0, index[x.steps], out=packed)
+            if mask is not None and self.inputs.key_mask is not None:
+                flags = self.inputs.key_mask.contiguous().view(torch.uint8)
+                of_mask = self._index(step.send, (flags.shape[1], 1, 0), step.kv)
+                torch.index_select(flags.flatten(), 0, of_mask, out=mask)
+            sends.append((step.send.peer, memory))
+        self._moving[number] = self.ring.start(self._what(number), receives, sends), arriving
 
-    def _arrived(self, number: int) -> ReceivedChunk | None:
+    def _receive(self, number: int) -> RemoteChunk | None:
         if number not in self._moving:
             return None
-        step, (pending, keys, mask) = self.rounds[number], self._moving[number]
+        step, (pending, buffer) = self.steps[number], self._moving[number]
         pending.wait_arrived()
-        if step.receive is None or keys is None:
+        if buffer is None:
             return None
-        rank, shape, how = self.ring.rank, self.inputs.shape, (self.direction, self.workspace_bytes)
-        plan = self.schedule.chunk_plan(rank, shape, step, *how)
-        chunk = ReceivedChunk(plan, step, step.receive, self.inputs, self.schedule.shard(rank)[0], keys)
-        chunk.mask = None if mask is None else mask.bool()
-        return chunk
+        plan = self.schedule.plan(self.ring.rank, self.direction, step)
+        mask = None if buffer.mask is None else buffer.mask.bool()
+        return RemoteChunk(plan, step, self.inputs, self.start, buffer.keys, mask)
 
-    def _return(self, number: int, chunk: ReceivedChunk | None) -> None:
-        step = self.rounds.get(number)
+    def _return(self, number: int, chunk: RemoteChunk | None) -> None:
+        """Sends the gradients of a chunk, and receives those of what was sent in its step."""
+        step = self.steps.get(number)
         if step is None:
             return
-        sends = [] if chunk is None or chunk.gradients is None else [(chunk.transfer.peer, chunk.gradients)]
-        receives, sums = [], None
+        receives, sends = list[Message](), list[Message]()
+        arriving = None
+        if step.receive is not None and chunk is not None and chunk.gradients is not None:
+            sends.append((step.receive.peer, chunk.gradients))
         if step.send is not None:
-            k = self.inputs.k
-            shape = (2, step.send.rows, k.shape[-1])
-            slot, dtype = f"comm_grad_in_{number % 2}", self.inputs.accumulate_dtype
-            sums = self.inputs.workspace.take(slot, shape, dtype, k.device)
-            receives.append((step.send.peer, sums))
+            arriving = self._take_gradients("in", number, step.send.rows)
+            receives.append((step.send.peer, arriving))
         what = f"{self._what(number)}, gradients"
-        self._returning[number] = _Moving(self.ring.start(what, receives, sends), sums)
+        self._returning[number] = self.ring.start(what, receives, sends), arriving
 
     def _collect(self, number: int | None, sums: tuple[FlatRows, FlatRows]) -> None:
+        """Adds the gradients that arrived in a step."""
         if number is None or number not in self._returning:
             return
-        pending, parts, _ = self._returning[number]
+        step, (pending, gradients) = self.steps[number], self._returning[number]
         pending.wait_arrived()
-        step = self.rounds[number]
-        if parts is None or step.send is None:
-            return
-        index = self.own.index(step.send, sums[0], first_head=0)
-        for total, part in zip(sums, parts, strict=True):
-            total.rows.index_add_(0, index, part)
+        if gradients is not None and step.send is not None:
+            index = self._index(step.send, sums[0].steps, (0, step.kv[1]))
+            for total, part in zip(sums, gradients, strict=True):
+                total.rows.index_add_(0, index, part)
 
-    @staticmethod
-    def _free(moving: dict[int, _Moving], number: int) -> None:
-        """Waits until what shares a slot with a round has left."""
-        for earlier in [x for x in moving if x < number and (number - x) % 2 == 0]:
-            moving.pop(earlier).pending.wait_left()
+    def _index(self, transfer: Transfer, steps: tuple[int, int, int], kv: Range) -> Tensor:
+        """The numbers of a transfer's keys where (batch, token, head) count `steps` rows.
+
+        The heads of the transfer are `kv`, (first, number), there.
+        """
+        number, position = _listed(transfer)
+        index = (position - self.start) * steps[1] + (kv[0] + number % kv[1]) * steps[2]
+        index += number // kv[1] * steps[0]
+        batches = torch.arange(transfer.num_alike, device="cpu") * steps[0]
+        return (batches[:, None] + index).flatten().to(self.inputs.k.device)
 
 
-class _OwnRows:
-    """The rows of this rank's keys and values that others ask for."""
+def _listed(transfer: Transfer) -> tuple[Tensor, Tensor]:
+    """The number of its list of needs, and the position, of each key of a transfer."""
+    lists = [list_positions(needed) for needed in transfer.needs]
+    counts = torch.tensor([len(x) for x in lists], device="cpu")
+    return torch.repeat_interleave(torch.arange(len(lists), device="cpu"), counts), torch.cat(lists)
 
-    def __init__(self, inputs: Inputs, start: int) -> None:
-        self.k, self.v, self.mask = FlatRows.of(inputs.k), FlatRows.of(inputs.v), inputs.key_mask
-        self.batch, self.start = inputs.k.shape[0], start
 
-    def index(self, transfer: Transfer, rows: FlatRows, first_head: int) -> Tensor:
-        """The numbers, in `rows`, of a transfer's keys; its first head is number `first_head` there."""
-        per_batch = transfer.differs_by_batch(self.batch)
-        num_heads = len(transfer.needs) // (self.batch if per_batch else 1)
-        lists = []
-        for i, needed in enumerate(transfer.needs):
-            batch, head = divmod(i, num_heads)
-            lists.append(
-                self._tokens(needed) * rows.steps[1]
-                + (first_head + head) * rows.steps[2]
-                + batch * rows.steps[0]
-            )
-        index = torch.cat(lists)
-        if not per_batch:
-            index = (torch.arange(self.batch, device="cpu")[:, None] * rows.steps[0] + index).flatten()
-        return index.to(rows.rows.device)
-
-    def pack(self, transfer: Transfer, lane: Range, packed: Tensor) -> Tensor:
-        index = self.index(transfer, self.k, lane[0])
-        torch.index_select(self.k.rows, 0, index, out=packed[0])
-        if self.v.steps != self.k.steps:
-            index = self.index(transfer, self.v, lane[0])
-        torch.index_select(self.v.rows, 0, index, out=packed[1])
-        return packed
-
-    def pack_mask(self, transfer: Transfer, packed: Tensor) -> Tensor:
-        assert self.mask is not None
-        mask = self.mask.contiguous().view(torch.uint8)
-        rows = FlatRows(mask.view(-1, 1), (mask.shape[1], 1, 0))
-        return torch.index_select(rows.rows, 0, self.index(transfer, rows, 0), out=packed.view(-1, 1)).view(
-            -1
-        )
-
-    def _tokens(self, needed: Positions) -> Tensor:
-        return list_positions(needed) - self.start
+def _wait_for_slot(moving: dict[int, tuple[Pending, _T]], number: int) -> None:
+    """Waits until what shares buffers with a step has left."""
+    for earlier in [x for x in moving if x < number and (number - x) % 2 == 0]:
+        moving.pop(earlier)[0].wait_left()

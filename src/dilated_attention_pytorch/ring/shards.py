@@ -1,4 +1,4 @@
-"""A sequence in parts: which tokens are whose, cutting tensors and joining them again."""
+"""A sequence in shards: which tokens are whose, cutting tensors and joining them again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_count, check_dense, check_device
+from ..checks import check_count, check_dense, check_device, check_positive_int
 from ..core.tracing import uncompiled
-from .agreement import agree
-from .comm import Group, Ring, check_timeout, digest, find_ring
-from .rounds import check_lengths, even_shards
+from .comm import Group, Ring, agree, check_timeout, digest, find_ring
+
+
+def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
+    """The tokens of each rank, as a tuple."""
+    if not isinstance(shard_lengths, Sequence):
+        raise TypeError(f"shard_lengths must be a sequence of integers, got {shard_lengths!r}")
+    lengths = tuple(shard_lengths)
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in lengths):
+        raise ValueError(f"shard_lengths must be integers of 0 and more, got {shard_lengths!r}")
+    if sum(lengths) >= 2**62:
+        raise ValueError(f"shard_lengths must have fewer than 2**62 tokens in all, got {sum(lengths)}")
+    if not lengths or (size is not None and len(lengths) != size):
+        raise ValueError(f"shard_lengths must name the tokens of {size or 'some'} ranks, got {len(lengths)}")
+    return lengths
+
+
+def even_shards(n: int, size: int) -> tuple[int, ...]:
+    """`n` tokens over `size` ranks: as even as possible, the longer shards first."""
+    check_count("n", n)
+    check_positive_int("size", size, bits=24)  # a shard is an entry of a tuple
+    each, more = divmod(n, size)
+    return tuple(each + (rank < more) for rank in range(size))
 
 
 @uncompiled
@@ -33,7 +53,7 @@ def shard_bounds(n: int, group: Group = None, shard_lengths: Sequence[int] | Non
 def shard_sequence(
     x: Tensor, dim: int = 1, group: Group = None, shard_lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's contiguous part of a tensor that all ranks hold: a view along `dim`."""
+    """This rank's contiguous shard of a tensor that all ranks hold: a view along `dim`."""
     _check_dim(x, dim)
     start, stop = shard_bounds(x.shape[dim], group, shard_lengths)
     return x.narrow(dim, start, stop - start)
@@ -43,9 +63,9 @@ def shard_sequence(
 def unshard_sequence(
     x: Tensor, dim: int = 1, group: Group = None, timeout: float | timedelta | None = None
 ) -> Tensor:
-    """The parts of all ranks joined along `dim`, on every rank; their lengths may differ.
+    """The shards of all ranks joined along `dim`, on every rank; their lengths may differ.
 
-    The gradient of this rank's part is its slice of the gradient of the whole: every rank is expected to
+    The gradient of this rank's shard is its slice of the gradient of the whole: every rank is expected to
     compute the same from it. Losses that differ between ranks have to be reduced by the caller.
     """
     ring = find_ring(group)
@@ -65,22 +85,6 @@ def unshard_sequence(
 
 
 @uncompiled
-def shard_lengths_of(
-    n_local: int, group: Group = None, timeout: float | timedelta | None = None
-) -> tuple[int, ...]:
-    """The tokens of every rank, in order."""
-    ring = find_ring(group)
-    if ring is None or ring.size == 1:
-        check_timeout(timeout)
-        check_count("n_local", n_local)
-        return (n_local,)
-    with agree(ring, "shard_lengths_of", None, timeout) as agreement:
-        check_count("n_local", n_local)
-        table = agreement.on({}, [n_local])
-    return tuple(row[0] for row in table)
-
-
-@uncompiled
 def shard_positions(
     n_local: int,
     group: Group = None,
@@ -88,9 +92,14 @@ def shard_positions(
     timeout: float | timedelta | None = None,
 ) -> Tensor:
     """(n_local,) int64: where this rank's tokens stand in the whole sequence, for position encodings."""
-    ring = find_ring(group)
-    lengths = shard_lengths_of(n_local, group, timeout)
-    start = 0 if ring is None else sum(lengths[: ring.rank])
+    ring, start = find_ring(group), 0
+    if ring is None or ring.size == 1:
+        check_timeout(timeout)
+        check_count("n_local", n_local)
+    else:
+        with agree(ring, "shard_positions", None, timeout) as agreement:
+            check_count("n_local", n_local)
+            start = sum(row[0] for row in agreement.on({}, [n_local])[: ring.rank])
     return torch.arange(start, start + n_local, device=check_device(device))
 
 
