@@ -19,7 +19,7 @@ import torch
 from . import demo_costs, demo_training
 from .bench import exactness
 from .bench.exactness import Check
-from .bench.machine import machine_facts, project_facts
+from .bench.measure import machine_facts, project_facts
 from .demo_costs import HEAD_DIM, HEADS, NAMES, Cost, Row
 from .demo_training import Training
 

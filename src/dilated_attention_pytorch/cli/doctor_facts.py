@@ -17,7 +17,7 @@ from ..kernels import Request, choose_kernel, kernels_for
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..spec import Execution, SparsePatternConfig
 from .bench.exactness import TOLERANCE, Check, run_checks
-from .bench.machine import machine_facts
+from .bench.measure import machine_facts
 
 # What each optional package is for.
 OPTIONAL = {
