@@ -49,8 +49,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, variant: str) ->
 def test_a_run_that_died_repeats_what_it_lost(tmp_path: Path) -> None:
     config = small(tmp_path, checkpoint_every=3, steps=6)
     train(config, tmp_path / "run", stop_after=4)
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
-    (newest / "manifest.json").unlink()  # as if it had died while it wrote
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004.pt"
+    newest.unlink()  # as if it had died while it wrote
     before = losses(tmp_path / "run")
     with open(tmp_path / "run" / METRICS_FILE, "a") as file:
         file.write('{"step": 5, "lo')
