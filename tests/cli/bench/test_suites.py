@@ -205,8 +205,8 @@ def test_bare_kernel_does_the_work_of_the_plan_and_every_call_is_made(
     pairs = 2 * counter.forward_pairs + 5 * counter.backward_pairs
     assert 2 * CONFIG.d * pairs == cpu.count_flops(case)
     sizes = []
-    right = cpu.attend
-    monkeypatch.setattr(cpu, "attend", lambda c, *qkv: sizes.append(tuple(qkv[0].shape)) or right(c, *qkv))
+    right = common.attend
+    monkeypatch.setattr(common, "attend", lambda c, *qkv: sizes.append(tuple(qkv[0].shape)) or right(c, *qkv))
     cpu.dilated_candidate(case)()
     assert sizes == [(2, 100, 4, 8), (1, 37, 4, 8)]
 
