@@ -264,7 +264,7 @@ def check_places(*files: Path | None) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Writes a file whole or not at all: a full disk leaves what was there."""
-    if not file.is_file():  # new, or a device such as /dev/stdout
+    if file.exists() and not file.is_file():  # a device such as /dev/stdout
         file.write_text(text, encoding="utf-8")
         return
     beside = file.with_name(f".{file.name}.{os.getpid()}")

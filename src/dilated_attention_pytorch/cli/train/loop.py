@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ...modules import LongNetLM
+from ..bench.record import write_text
 from .checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -30,7 +31,7 @@ from .checkpoint import (
 )
 from .config import ConfigError, TrainConfig, changed_settings
 from .data import batch_at, mix_seed, split_corpus, windows_of
-from .metrics import Metrics, replace_file
+from .metrics import Metrics
 from .ranks import Ranks, join_ranks, place_model
 
 CONFIG_FILE = "config.json"
@@ -251,7 +252,7 @@ def _train(
         return run.train(stop)
     run.metrics = metrics = Metrics(folder, config, run.step, progress)
     try:
-        replace_file(folder / CONFIG_FILE, config.to_json())
+        write_text(folder / CONFIG_FILE, config.to_json())
         metrics.say(_greeting(run, problems))
         summary = run.train(stop)
         end = f"done: {summary.steps} steps, saved in {folder}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...checks import parse_json
+from ..bench.record import write_text
 from .config import ConfigError, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,7 +31,7 @@ class Metrics:
         if config.tensorboard:
             self.events = tensorboard_writer()(str(folder / "tensorboard"), purge_step=step + 1)
         kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
-        replace_file(folder / METRICS_FILE, "".join(kept))
+        write_text(folder / METRICS_FILE, "".join(kept))
         self.file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
         self.begin, self.tokens = time.perf_counter(), 0
 
@@ -86,13 +87,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file as a whole: what was there before stays until then."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def tensorboard_writer() -> Any:
