@@ -92,6 +92,9 @@ def test_if_none_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2
     with pytest.raises(CheckpointError, match="must hold a whole checkpoint"):
         find_checkpoint(tmp_path)
+    (tmp_path / "older" / "step-00000001").mkdir(parents=True)  # as earlier versions wrote them
+    with pytest.raises(CheckpointError, match="step-00000001 is damaged: Is a directory"):
+        latest_checkpoint(tmp_path / "older", ALONE)
 
 
 def test_a_half_written_one_is_not_seen_and_goes_with_the_next(tmp_path: Path) -> None:

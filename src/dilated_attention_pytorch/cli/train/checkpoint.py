@@ -146,8 +146,11 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder` that have their final name, the newest first."""
-    named = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{8,}\.pt", path.name)]
+    """The checkpoints in `folder` that have their final name, the newest first.
+
+    Folders of that name, which older versions wrote, are among them, so that their run is not begun anew.
+    """
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
     return sorted(named, key=lambda path: int(path.stem.removeprefix("step-")), reverse=True)
 
 
