@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .text import paint, print_json, show_bytes
 
 if TYPE_CHECKING:
-    from ..bench.exactness import Check
+    from .bench.exactness import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

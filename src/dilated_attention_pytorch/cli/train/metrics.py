@@ -1,0 +1,99 @@
+"""What a run tells: a line of JSON a step, lines of progress, and events for TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from ...checks import parse_json
+from ..bench.record import write_text
+from .config import ConfigError, TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Writes metrics.jsonl in the folder of a run, and progress to `stream`; only the first rank has one.
+
+    When a run goes on from `step`, what an earlier process told of later steps is forgotten, so that the file
+    has each step once. On a terminal the line of progress is drawn over the one before.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, step: int, stream: IO[str] | None = None) -> None:
+        self.config, self.stream = config, sys.stderr if stream is None else stream
+        self.is_live = self.stream.isatty()
+        self.events: Any = None
+        if config.tensorboard:
+            self.events = tensorboard_writer()(str(folder / "tensorboard"), purge_step=step + 1)
+        kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
+        write_text(folder / METRICS_FILE, "".join(kept))
+        self.file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
+        self.begin, self.tokens = time.perf_counter(), 0
+
+    def tell_step(self, step: int, loss: float, rate: float, norm: float, seconds: float) -> None:
+        """After optimiser step `step`, counted from 1, which took `seconds`."""
+        config = self.config
+        tokens = config.batch_size * config.context_length
+        self.tokens += tokens
+        figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        speed = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        self._write({"step": step, **figures, **speed}, {f"train/{name}": x for name, x in figures.items()})
+        if step % config.log_every == 0 or step == config.steps or self.is_live:
+            pace = self.tokens / (time.perf_counter() - self.begin)
+            left = timedelta(seconds=round((config.steps - step) * tokens / pace))
+            clock = str(left).removeprefix("0:").removeprefix("0")
+            text = f"step {step}/{config.steps}  loss {loss:.4f}  {pace:,.0f} tokens/s  {clock} left"
+            self.say(text, end="" if self.is_live else "\n")  # messages push the one live line up
+
+    def tell_validation(self, step: int, result: dict[str, Any]) -> None:
+        bits = result["bits_per_byte"]
+        self._write({"step": step, "validation": result}, {"validation/bits_per_byte": bits})
+        classes = ", ".join(f"{name}: {value:.3f}" for name, value in result["by_context"].items())
+        self.say(f"step {step}: validation {bits:.4f} bits per byte (by context {classes})")
+
+    def say(self, text: str, end: str = "\n") -> None:
+        self.stream.write(f"\r\033[K{text}{end}" if self.is_live else f"{text}{end}")
+        self.stream.flush()
+
+    def sync(self) -> None:
+        """Before a checkpoint is written: the lines that lead to it are on the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
+        if self.is_live:
+            self.stream.write("\n")
+
+    def _write(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        for name, value in scalars.items() if self.events is not None else ():
+            self.events.add_scalar(name, value, line["step"])
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; one that was cut off by the end of its process is left out."""
+    path, lines = folder / METRICS_FILE, []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(parse_json(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def tensorboard_writer() -> Any:
+    """The class that writes events; an error says how to install TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        advice = "pip install 'dilated-attention[train]'"
+        raise ConfigError(f"tensorboard needs the package tensorboard, which is missing: {advice}") from None
+    return SummaryWriter
