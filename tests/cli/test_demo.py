@@ -25,8 +25,8 @@ from dilated_attention_pytorch.cli import demo_report, demo_story
 from dilated_attention_pytorch.cli import demo_training as training
 from dilated_attention_pytorch.cli.demo_costs import Cost, Row
 from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.cli.report import CHARTS_ADVICE
 from dilated_attention_pytorch.core.host_memory import Memory
-from dilated_attention_pytorch.report import CHARTS_ADVICE
 from dilated_attention_pytorch.spec import branches_for
 
 LENGTHS = [1024 * 2**i for i in range(11)]

@@ -16,8 +16,8 @@ from dilated_attention_pytorch import plan_ring
 from dilated_attention_pytorch.bench.candidates import Config
 from dilated_attention_pytorch.bench.measure import measure_in_child
 from dilated_attention_pytorch.bench.run import Case, measure_candidate
+from dilated_attention_pytorch.cli.forecast import Call, predict_memory
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.forecast import Call, predict_memory
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for

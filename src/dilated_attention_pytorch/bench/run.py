@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..cli.report import Series, line_chart
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
-from ..report import Series, line_chart
 from .candidates import BASELINE, Attend, CannotRunError, Config, Entry, entry_of, remarks, window_mask
 from .gate import (
     accept,

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dilated_attention_pytorch.report import (
+from dilated_attention_pytorch.cli.report import (
     CHARTS_ADVICE,
     COLOURS,
     MARKERS,
