@@ -39,7 +39,6 @@ EXTRAS = {
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }
-PARTS_OF_CLI = {"bench", "train"}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -47,8 +46,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 def room_of(path: Path) -> str:
     if path.name == "__main__.py":
         return "__main__"  # a program, whichever room it is started in
-    room = path.relative_to(SOURCE).with_suffix("").parts[0]
-    return "cli" if room in PARTS_OF_CLI else room
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
 def imported_modules(path: Path, source: str) -> set[str]:
@@ -73,7 +71,6 @@ def imported_rooms(path: Path, source: str) -> set[str]:
         first, _, rest = name.partition(".")
         if first == PACKAGE:
             room = rest.partition(".")[0]
-            room = "cli" if room in PARTS_OF_CLI else room
             rooms.add(room if room in FLOOR else "__init__")
     return rooms
 
@@ -116,7 +113,7 @@ def test_doors_hold_no_logic(door: str) -> None:
         ("plan/runs.py", f"import {PACKAGE}.kernels.eager", {"kernels"}),
         ("functional.py", "from .reference import dilated_attention_reference", {"reference"}),
         ("functional.py", f"from {PACKAGE} import DilatedAttention", {"__init__"}),
-        ("bench/run.py", "from ..reference import dilated_attention_reference", set()),
+        ("cli/bench/cases.py", "from ...reference import dilated_attention_reference", set()),
         ("__init__.py", "from .functional import dilated_attention", set()),
     ],
 )

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from .. import __version__, block_sparse, functional
-from ..bench.exactness import TOLERANCE, Check, run_checks
-from ..bench.machine import machine_facts
 from ..core import get_global_memory_pool, get_global_pattern_cache
 from ..core.host_memory import device_memory, host_memory, numa_nodes
 from ..kernels import Request, choose_kernel, kernels_for
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..spec import Execution, SparsePatternConfig
+from .bench.exactness import TOLERANCE, Check, run_checks
+from .bench.machine import machine_facts
 from .text import paint, print_json, show_bytes
 
 # What each optional package is for.
