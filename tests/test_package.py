@@ -35,7 +35,7 @@ FLOORS = [
 ]
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
-    "cli": {"matplotlib", "rich"},
+    "cli": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }
@@ -129,7 +129,7 @@ def assert_runs_silently(code: str) -> None:
 
 
 # Not triton: builds of torch for GPUs bring it along, and torch's flop counter imports it there.
-OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "rich", "safetensors", "transformers")
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "safetensors", "transformers")
 
 
 # None in sys.modules makes an import fail as if the package were not installed.

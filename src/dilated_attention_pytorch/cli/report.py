@@ -83,7 +83,8 @@ class Page:
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def paragraph(self, text: str) -> None:
-        self._parts.append(f"<p>{escape(text)}</p>")
+        """Adds nothing where there is no text."""
+        self._parts += [f"<p>{escape(text)}</p>"] if text else []
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_numbers: bool = True) -> None:
         """A table of texts; with `is_numbers` all columns but the first are aligned to the right."""

@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -54,10 +54,14 @@ def byte_count(text: str) -> int:
     return int(number * _UNITS[found[2].lower()])
 
 
-def paint(text: str, colour: str) -> str:
-    """The text in a colour of `CODES`, on a terminal that wants colours; see no-color.org."""
-    is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if is_plain else f"\x1b[{CODES[colour]}m{text}\x1b[0m"
+def is_fancy(stream: IO[str]) -> bool:
+    """Whether it is a terminal that wants colours; see no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str, stream: IO[str] | None = None) -> str:
+    """The text in a colour of `CODES`, where the stream, by default standard output, wants colours."""
+    return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if is_fancy(stream or sys.stdout) else text
 
 
 def print_json(value: Any) -> None:
@@ -83,3 +87,7 @@ def show_count(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f} {letter}"
     return f"{count:.0f} "
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
