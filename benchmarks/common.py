@@ -21,8 +21,13 @@ from torch import Tensor
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
-from dilated_attention_pytorch.cli.bench.machine import machine_facts, project_facts
-from dilated_attention_pytorch.cli.bench.measure import Measured, read_status, reset_peak_memory
+from dilated_attention_pytorch.cli.bench.measure import (
+    Measured,
+    machine_facts,
+    project_facts,
+    read_status,
+    reset_peak_memory,
+)
 from dilated_attention_pytorch.cli.bench.record import (
     Figure,
     Record,
@@ -99,9 +104,7 @@ class Call(NamedTuple):
         return gate.call(self.attend, self.inputs, self.grad_out)
 
     def error(self, results: Sequence[Tensor], has_lse: bool = True) -> float:
-        out, *others = results
-        lse, gradients = (others[0], others[1:]) if has_lse else (None, others)
-        return gate.rows_error(self.inputs, self.grad_out, out, gradients, self.rows, lse)
+        return gate.compare_rows(self.inputs, self.grad_out, results, self.rows, has_lse)
 
 
 def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: int = 0, **how: Any) -> Call:
@@ -124,7 +127,7 @@ def reduced_error(config: Any, n: int, *, backward: bool) -> float:
         branches = (config.segment_lengths, config.dilation_rates)
         return dilated_attention_reference(*qkv, *branches, is_causal=config.is_causal, return_lse=True)
 
-    return gate.definition_error(lambda *qkv: attend(config, *qkv), reference, inputs, grad_out)
+    return max(gate.compare(lambda *qkv: attend(config, *qkv), reference, inputs, grad_out))
 
 
 class Arena:

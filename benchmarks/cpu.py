@@ -75,8 +75,7 @@ class TimeCase:
         say(f"{self.name}: right within {error:.0e}, timing {self.repeats} rounds")
         candidates = {"bare": bare_candidate(self), "dilated": dilated_candidate(self)}
         timings = interleave(candidates, self.repeats)
-        seconds = {name: timing.seconds for name, timing in timings.items()}
-        return Measured(error, {"flops": count_flops(self)}, seconds)
+        return Measured(error, {"flops": count_flops(self)}, timings)
 
     def figures(self, found: Measured) -> list[Figure]:
         return time_figures(found, "dilated", "bare", self.target)
@@ -216,8 +215,7 @@ def measure_long(case: LongCase) -> Measured:
     timings = interleave({"base": run_base, "long": call.run}, case.repeats, warmup=0)
     results = call.run()
     peak = read_status("VmHWM")
-    seconds = {name: timing.seconds for name, timing in timings.items()}
-    return Measured(call.error(results), {"peak_total": peak}, seconds)
+    return Measured(call.error(results), {"peak_total": peak}, timings)
 
 
 def varied_calls(

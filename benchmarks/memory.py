@@ -73,8 +73,7 @@ class PoolCase:
             if found.error is not None:
                 error = max(error, accept(self.name, found.error))
             counts |= {f"{name}_{memory}": nbytes for name, nbytes in found.counts.items()}
-        seconds = {name: timing.seconds for name, timing in timings.items()}
-        return Measured(error, counts, seconds, why_not)
+        return Measured(error, counts, timings, why_not)
 
     def figures(self, found: Measured) -> list[Figure]:
         """By kind of memory the ratio of minimal times to that with fresh memory; then of peak memory."""

@@ -154,7 +154,7 @@ def measure_decoding(case: DecodeCase) -> Measured:
             cache.attend(*step)
 
     timings = interleave({name: partial(candidate, cache) for name, cache in caches.items()}, case.repeats)
-    seconds = {name: tuple(t / case.steps for t in timing.seconds) for name, timing in timings.items()}
+    seconds = {name: tuple(t / case.steps for t in timing) for name, timing in timings.items()}
     return Measured(error, nbytes, seconds)
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 from . import demo_parts
 from .bench import exactness
 from .bench.exactness import Check
-from .bench.machine import machine_facts, project_facts
+from .bench.measure import machine_facts, project_facts
 from .bench.record import check_places, write_text
 from .demo_parts import HEAD_DIM, HEADS, PROMPT, SAMPLING, Row, Training, ladder
 from .report import Page, Series, line_chart

@@ -3,6 +3,7 @@ against its definition."""
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +20,9 @@ from ..core.host_memory import device_memory, host_memory, numa_nodes
 from ..kernels import Request, choose_kernel, kernels_for
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..spec import Execution, SparsePatternConfig
-from .bench.exactness import TOLERANCE, Check, run_checks
-from .bench.machine import machine_facts
+from .bench import gate
+from .bench.exactness import Check, run_checks
+from .bench.measure import machine_facts
 from .text import paint, print_json, show_bytes
 
 # What each optional package is for.
@@ -34,11 +36,10 @@ OPTIONAL = {
     "triton": "torch.compile on a GPU",
 }
 LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
-BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 4)}
+BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 4), "is_causal": True}
 Attend = Callable[..., Any]
 CPU = torch.device("cpu")
-TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-DTYPES = tuple(TOLERANCES)
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def run(options: Namespace) -> int:
@@ -47,9 +48,11 @@ def run(options: Namespace) -> int:
     if options.json:
         checks = list(run_all_checks())
         passed = all(check.passed for check in checks)
-        # JSON has no NaN: an error that is none becomes null.
-        shown = [{name: x if x == x else None for name, x in asdict(check).items()} for check in checks]
-        shown = [{**each, "passed": check.passed} for each, check in zip(shown, checks, strict=True)]
+        shown = [{**asdict(check), "passed": check.passed} for check in checks]
+        for check in shown:  # JSON has no NaN and no infinity: such an error becomes null
+            check.update(
+                {x: None for x in ("forward_error", "gradient_error") if not math.isfinite(check[x])}
+            )
         print_json({**facts, "self_check": shown, "passed": passed, **kept()})
         return 0 if passed else 1
     for title, lines in describe(facts).items():
@@ -134,7 +137,7 @@ def _requests() -> Iterator[tuple[str, str, Request]]:
     """Each device with each dtype, and their names; Apple's GPUs have no float64."""
     for device in _devices():
         for dtype in DTYPES[1:] if device.type == "mps" else DTYPES:
-            yield str(device), str(dtype).removeprefix("torch."), Request(device, dtype)
+            yield str(device), dtype, Request(device, getattr(torch, dtype))
 
 
 def _kernels() -> Iterator[dict[str, Any]]:
@@ -150,39 +153,30 @@ def run_all_checks() -> Iterator[Check]:
     """Options against the definition, then each kernel in each dtype, pooled memory and a block pattern."""
     yield from run_checks()
     executions = {
-        f"{kernel.name}, {dtype} on {device}": (request, Execution(kernel.name))
+        f"{kernel.name}, {dtype} on {device}": (dtype, request, Execution(kernel.name))
         for device, dtype, request in _requests()
         for kernel in kernels_for(request.device)
         if kernel.why_not(request) is None
     }
-    executions["pooled memory"] = (Request(CPU, torch.float32), Execution(memory="pool"))
-    for title, (request, execution) in executions.items():
+    executions["pooled memory"] = ("float32", Request(CPU, torch.float32), Execution(memory="pool"))
+    for title, (dtype, request, execution) in executions.items():
         attend = partial(functional.dilated_attention, **BRANCHES, execution=execution)
-        yield _compare(title, request, attend, partial(dilated_attention_reference, **BRANCHES))
+        define = partial(dilated_attention_reference, **BRANCHES)
+        yield _compare(title, dtype, request.device, attend, define)
     config = SparsePatternConfig("local_window", 0.4, BLOCK)
     pattern = block_sparse.build_block_pattern(config, LENGTH, HEADS, is_causal=True)
-    attend = partial(block_sparse.block_sparse_attention, pattern=pattern)
-    dense = partial(block_sparse_attention_reference, mask=pattern.to_dense())
-    yield _compare("block-sparse pattern", Request(CPU, torch.float64), attend, dense)
+    attend = partial(block_sparse.block_sparse_attention, pattern=pattern, is_causal=True)
+    define = partial(block_sparse_attention_reference, mask=pattern.to_dense(), is_causal=True)
+    yield _compare("block-sparse pattern", "float64", CPU, attend, define)
 
 
-def _compare(title: str, request: Request, attend: Attend, define: Attend) -> Check:
-    """A call and its gradients against the definition in float64 of the same inputs.
-
-    The largest errors: absolute below 1, relative above.
-    """
-    generator, shape = torch.Generator().manual_seed(0), (1, LENGTH, HEADS, HEAD_DIM)
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
-    results = []
-    for call, device, dtype in ((attend, request.device, request.dtype), (define, CPU, torch.float64)):
-        q, k, v, grad_out = (x.to(request.dtype).to(device, dtype).detach() for x in drawn)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = call(q, k, v, is_causal=True)
-        results.append([out, *torch.autograd.grad(out, leaves, grad_out)])
-    pairs = zip(*results, strict=True)
-    errors = [((a.cpu().double() - b).abs() / b.abs().clamp(min=1.0)).max().item() for a, b in pairs]
-    # torch's max keeps a NaN where Python's may lose it, and a NaN passes no check
-    return Check(title, errors[0], torch.tensor(errors[1:]).max().item(), TOLERANCES[request.dtype])
+def _compare(title: str, dtype: str, device: torch.device, attend: Attend, define: Attend) -> Check:
+    """A call and its gradients on a device against the definition in float64 of the same inputs."""
+    inputs, grad_out = gate.make_inputs((1, LENGTH, HEADS, HEAD_DIM), dtype, backward=True)
+    forward, *gradients = gate.compare(
+        lambda *tensors: attend(*(x.to(device) for x in tensors)).cpu(), define, inputs, grad_out
+    )
+    return Check(title, forward, max(gradients), gate.TOLERANCES[dtype])
 
 
 def _show_checks(checks: Iterable[Check]) -> bool:

@@ -17,7 +17,6 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch.cli.bench import cases as run
 from dilated_attention_pytorch.cli.bench.candidates import (
     ENTRIES,
-    Causal,
     Config,
     entry_of,
     remarks,
@@ -66,12 +65,11 @@ def test_every_attention_of_the_package_is_a_candidate() -> None:
 def test_options_reach_the_modules(changes: dict[str, Any], expected: tuple[bool, ...]) -> None:
     config = replace(CONFIG, **changes)
     for name in ("DilatedAttention", "BlockSparseRingDilatedAttention", "MultiheadDilatedAttention"):
-        made = entry_of(name).make(config, 256)
-        assert isinstance(made, Causal)
-        module: Any = made.module
-        skin = module.attention if entry_of(name).projects else module
-        assert (skin.enable_memory_pool, skin.lightweight_pool, skin.use_pattern_cache) == expected
-        assert skin.spec.branches == CONFIG.spec.branches
+        module: Any = entry_of(name).make(config, 256).module
+        attention = module.attention if entry_of(name).projects else module
+        options = (attention.enable_memory_pool, attention.lightweight_pool, attention.use_pattern_cache)
+        assert options == expected
+        assert attention.spec.branches == CONFIG.spec.branches
     buffered: Any = entry_of("ImprovedDilatedAttentionV2").make(config, 256)
     assert (buffered.module.buffer_manager is None) == (config.memory == "fresh")
 
@@ -156,7 +154,7 @@ def test_candidates_that_cannot_run_are_named_with_the_reason(monkeypatch: pytes
 
 def test_speed_ups_and_tokens_a_second_follow_from_minima() -> None:
     seconds = {"sdpa": (4.0, 5.0, 3.0), "DilatedAttention": (2.0, 1.0, 3.0)}
-    figures = speed_ups({name: min(values) for name, values in seconds.items()})
+    figures = speed_ups(seconds)
     assert [figure.value for figure in figures] == [3.0]
     result = Result(case_of(case_with("sdpa", "DilatedAttention")), 3, 0.0, seconds, {}, figures)
     row = "| tiny, DilatedAttention | 1000.0 (2000.0 ± 500.0) | 256 | 3.00 |  |  |"

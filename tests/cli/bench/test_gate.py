@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch import block_sparse, functional
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.candidates import ENTRIES, Config
-from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate, keys_of_rows, run_candidate
+from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate, run_candidate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
@@ -35,11 +35,11 @@ def reference(*qkv: Tensor) -> Any:
 
 def test_right_answers_pass_and_wrong_ones_do_not() -> None:
     inputs, grad_out = gate.make_inputs((2, 101, 4, 8), backward=True)
-    error = gate.definition_error(attend, reference, inputs, grad_out)
+    error = max(gate.compare(attend, reference, inputs, grad_out))
     assert gate.accept("tiny", error) == error < 2e-5
     for change in WRONG.values():
         wrong = partial(perturbed(attend, change), return_lse=True)
-        error = gate.definition_error(wrong, reference, inputs, grad_out)
+        error = max(gate.compare(wrong, reference, inputs, grad_out))
         with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
             gate.accept("tiny", error)
 
@@ -70,9 +70,9 @@ def test_dilated_rows_agree_with_the_dense_reference(is_causal: bool, rates: tup
     def exact(*qkv: Tensor) -> Any:
         return dilated_attention_reference(*qkv, BRANCHES[0], rates, is_causal=is_causal, return_lse=True)
 
-    out, lse, *gradients = gate.call(exact, inputs, grad_out)
+    results = gate.call(exact, inputs, grad_out)
     keys = {t: gate.dilated_keys((BRANCHES[0], rates), is_causal, 4, 101, t) for t in rows}
-    assert gate.rows_error(inputs, grad_out, out, gradients, keys, lse) < 1e-12
+    assert gate.compare_rows(inputs, grad_out, results, keys, has_lse=True) < 1e-12
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -82,7 +82,7 @@ def test_block_rows_agree_with_the_dense_reference(is_causal: bool) -> None:
     pattern = block_sparse.BlockPattern.from_layout(layout, 101, 8, is_causal=is_causal)
     rows = [0, 7, 8, 50, 100]
     inputs, grad_out = gate.make_inputs((1, 101, 4, 8), "float64", backward=True, rows=rows)
-    out, lse, *gradients = gate.call(
+    results = gate.call(
         lambda *qkv: block_sparse_attention_reference(
             *qkv, pattern.to_dense(), is_causal=is_causal, return_lse=True
         ),
@@ -90,7 +90,7 @@ def test_block_rows_agree_with_the_dense_reference(is_causal: bool) -> None:
         grad_out,
     )
     keys = {t: gate.block_keys(pattern, 4, t) for t in rows}
-    assert gate.rows_error(inputs, grad_out, out, gradients, keys, lse) < 1e-12
+    assert gate.compare_rows(inputs, grad_out, results, keys, has_lse=True) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["sdpa", "DilatedAttention", "BlockSparseDilatedAttention"])
@@ -98,11 +98,13 @@ def test_rows_at_full_length_find_what_differs(name: str) -> None:
     entry, rows = ENTRIES[name], [0, 63, 200]
     config = replace(CONFIG, segment_lengths=(64, 256), dilation_rates=(1, 2))
     inputs, grad_out = gate.make_inputs((2, 512, 4, 8), backward=True, rows=rows)
-    results = run_candidate(entry.make(config, 512), inputs, grad_out)
-    keys = keys_of_rows(entry.kind, config, 512, rows)
+    candidate = entry.make(config, 512)
+    results = run_candidate(candidate, inputs, grad_out)
+    assert candidate.keys is not None
+    keys = {t: candidate.keys(t) for t in rows}
 
     def error_of(results: list[Tensor]) -> float:
-        return gate.rows_error(inputs, grad_out, results[0], results[1:], keys)
+        return gate.compare_rows(inputs, grad_out, results, keys)
 
     assert error_of(results) < 2e-5
     for which in range(len(results)):

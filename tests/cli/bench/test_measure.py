@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.cli.bench import measure
-from dilated_attention_pytorch.cli.bench.machine import machine_facts, project_facts
-from dilated_attention_pytorch.cli.bench.measure import NotMeasurableError, Timing, interleave
+from dilated_attention_pytorch.cli.bench.measure import (
+    NotMeasurableError,
+    Timing,
+    interleave,
+    machine_facts,
+    project_facts,
+)
 from dilated_attention_pytorch.core.host_memory import Memory
 from support.child import child
 
@@ -35,7 +40,7 @@ def test_candidates_alternate_and_long_ones_take_part_in_some_rounds(
     runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
     timings = interleave(runs, rounds, warmup=1, at_most=at_most)
     assert "".join(order) == expected
-    counted = {name: len(timing.seconds) for name, timing in timings.items()}
+    counted = {name: len(timing) for name, timing in timings.items()}
     assert counted == {"a": rounds, "b": at_most.get("b", rounds)}
 
 

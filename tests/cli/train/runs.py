@@ -74,11 +74,11 @@ def train(config: TrainConfig, out: Path, *, resume: bool = False, stop_after: i
     run = Run(config, out, ALONE)
     if resume:
         run.resume()
-    metrics = Metrics(out, config, run.step, io.StringIO())
+    run.metrics = Metrics(out, config, run.step, io.StringIO())
     try:
-        return run.train(StopAfter(stop_after), metrics)
+        return run.train(StopAfter(stop_after))
     finally:
-        metrics.close()
+        run.metrics.close()
 
 
 def losses(out: Path) -> list[tuple[int, float]]:

@@ -17,7 +17,6 @@ from dilated_attention_pytorch.cli.train.config import (
     ConfigError,
     TrainConfig,
     changed_settings,
-    default_branches,
 )
 from dilated_attention_pytorch.cli.train.loop import learning_rate
 
@@ -92,8 +91,9 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
 def test_branches_reach_across_the_context() -> None:
     for length in (2, 64, 65, 1000, 1024, 4096, 100_000):
-        lengths, rates = default_branches(length)
-        assert lengths[-1] >= length
+        config = TrainConfig(context_length=length)
+        rates = config.dilation_rates
+        assert config.segment_lengths[-1] >= length
         assert rates[0] == 1
         assert all(b == 4 * a for a, b in pairwise(rates))
 

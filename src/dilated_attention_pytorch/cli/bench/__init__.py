@@ -140,7 +140,7 @@ def _measure(options: argparse.Namespace) -> Record:
 
     from .cases import run_case
     from .limit import run_limit
-    from .machine import machine_facts, project_facts
+    from .measure import machine_facts, project_facts
     from .record import Record, to_json, write_text
 
     cases = _limit_cases(options) if options.limit is not None else _compare_cases(options)

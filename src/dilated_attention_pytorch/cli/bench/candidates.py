@@ -1,30 +1,32 @@
 """WHO can be compared by name: modules and functions of this library, dense attention, and peers.
 
-A candidate is made for a config and a length. It takes (q, k, v), each (b, n, h, d), or one with projections
-takes x (b, n, h d), and gives what it attends. fkodom's `dilated-attention-pytorch` is not among the peers:
-it is imported by the same name as this package, so the two cannot be installed together.
+An entry makes a candidate for a config and a length. It takes (q, k, v), each (b, n, h, d), or with
+projections x (b, n, h d). fkodom's `dilated-attention-pytorch` is not among the peers: it is imported by the
+same name as this package, so the two cannot be installed together.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as torch_functional
+from torch.nn import functional as F
 
 from ... import block_sparse, functional, modules, ring
 from ...checks import did_you_mean
 from ...plan import BlockPattern
+from ...reference import block_sparse_attention_reference, dilated_attention_reference
 from ...spec import DilatedSpec, Execution, SparsePatternConfig
+from .gate import Keys, block_keys, dilated_keys
 
-Kind = Literal["dense", "dilated", "block-sparse", "adaptive", "local"]
-Attend = Callable[..., Tensor]
+masked_reference: Any = block_sparse_attention_reference
 BASELINE = "sdpa"
 MAIN = (
     BASELINE,
@@ -68,29 +70,47 @@ class Config:
         return self.segment_lengths, self.dilation_rates
 
     @property
+    def named_branches(self) -> dict[str, Any]:
+        return {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+
+    @property
     def sparse_config(self) -> SparsePatternConfig:
         return SparsePatternConfig("dilated_sparse", self.sparsity, self.block_size)
 
     def make_pattern(self, n: int) -> BlockPattern:
         """The pattern of block-sparse candidates, built as users build it."""
-        return block_sparse.build_block_pattern(
-            self.sparse_config,
-            n,
-            self.h,
-            is_causal=self.is_causal,
-            segment_lengths=self.segment_lengths,
-            dilation_rates=self.dilation_rates,
-        )
+        options: dict[str, Any] = {"is_causal": self.is_causal, **self.named_branches}
+        return block_sparse.build_block_pattern(self.sparse_config, n, self.h, **options)
+
+
+class Candidate(NamedTuple):
+    """What is measured, and what it should give: for whole tensors in float64, and for a query row.
+
+    `keys` are those that a row meets, None where only whole tensors are known, as with projections.
+    """
+
+    attend: Callable[..., Any]
+    reference: Callable[..., Any]
+    keys: Callable[[int], Keys] | None = None
+    module: nn.Module | None = None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [] if self.module is None else list(self.module.parameters())
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate: what it computes, how it is made, which options it heeds, and why it cannot run."""
+    """A candidate by name: what it computes, how it is made, what it cannot heed, and why it cannot run.
 
-    kind: Kind
-    make: Callable[[Config, int], Attend]
-    heeds: tuple[str, ...] = ("memory", "pattern cache")
+    `ignores` are sentences of IGNORED.
+    """
+
+    kind: str
+    make: Callable[[Config, int], Candidate]
+    ignores: tuple[str, ...] = ()
     projects: bool = False  # takes x, has weights
+    is_windowed: bool = False  # takes whole blocks only
     why_not: str | None = None
     why_no_backward: str | None = None
 
@@ -99,21 +119,20 @@ class Entry:
         return self.why_not or (self.why_no_backward if backward else None)
 
 
-class Causal(nn.Module):
-    """A module of this library that is told once whether it is causal; of pairs it returns the first."""
-
-    def __init__(self, module: nn.Module, is_causal: bool) -> None:
-        super().__init__()
-        self.module, self.is_causal = module.eval(), is_causal
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        found = self.module(*tensors, is_causal=self.is_causal)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out
+NO_POOL = "not with memory {memory}: it has no pool"
+ALWAYS_POOLED = "not with memory {memory}: its memory is always pooled"
+NO_CACHE = "it has no pattern cache to turn off"
+# When a sentence is due.
+IGNORED: dict[str, Callable[[Config], bool]] = {
+    NO_POOL: lambda config: config.memory is not None,
+    ALWAYS_POOLED: lambda config: config.memory == "fresh",
+    NO_CACHE: lambda config: not config.use_pattern_cache,
+}
+FOREIGN = (NO_POOL, NO_CACHE)
 
 
 def entry_of(name: str) -> Entry:
-    """The candidate of a name; a `ValueError` names those that are close."""
+    """The entry of a name; a `ValueError` names those that are close."""
     if name in ENTRIES:
         return ENTRIES[name]
     raise ValueError(f"there is no candidate {name!r}.{did_you_mean(name, ENTRIES)} See --list.")
@@ -122,53 +141,88 @@ def entry_of(name: str) -> Entry:
 def remarks(name: str, config: Config) -> str:
     """What a reader must know beside a candidate's figures: what it computes, and options it cannot heed."""
     entry = entry_of(name)
-    found = [f"{entry.kind}, with projections" if entry.projects else entry.kind]
-    is_pooled = name == "RingDilatedAttentionProduction" and config.memory == "fresh"
-    if config.memory is not None and ("memory" not in entry.heeds or is_pooled):
-        has = "its memory is always pooled" if is_pooled else "it has no pool"
-        found.append(f"not with memory {config.memory}: {has}")
-    if not config.use_pattern_cache and "pattern cache" not in entry.heeds:
-        found.append("it has no pattern cache to turn off")
-    return "; ".join(found)
+    ignored = [each.format(memory=config.memory) for each in entry.ignores if IGNORED[each](config)]
+    return "; ".join([f"{entry.kind}, with projections" if entry.projects else entry.kind, *ignored])
 
 
-def _make_module(name: str, kind: Kind, projects: bool, config: Config, _: int) -> Attend:
+def _dilated(config: Config, n: int) -> tuple[Any, Any]:
+    """The reference of dilated attention, and the keys of its rows."""
+    branches, is_causal = config.branches, config.is_causal
+    keys = partial(dilated_keys, branches, is_causal, config.h, n)
+    return lambda q, k, v: dilated_attention_reference(q, k, v, *branches, is_causal=is_causal), keys
+
+
+def _blocks(config: Config, n: int) -> tuple[Any, Any]:
+    """The same of block-sparse attention; its pattern is built when it is asked for."""
+    pattern, options = cache(lambda: config.make_pattern(n)), {"is_causal": config.is_causal}
+    keys = lambda t: block_keys(pattern(), config.h, t)  # noqa: E731
+    return lambda q, k, v: masked_reference(q, k, v, pattern().to_dense(), **options), keys
+
+
+def _adaptive(module: Any, is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The reference over the blocks that an adaptive module chooses, with its scores among q and k."""
+    inputs = (x.detach().to(module.query_scorer.dtype) for x in (q, k))
+    mask = module.choose(*module.features(*inputs, is_causal), is_causal).to_dense()
+    prepared = copy.deepcopy(module).double()._prepare(q, k, is_causal, None)
+    wide = F.pad(v, (0, prepared.key.shape[-1] - v.shape[-1]))
+    options = {"is_causal": is_causal, "scale": prepared.scale}
+    return masked_reference(prepared.query, prepared.key, wide, mask, **options)[..., : v.shape[-1]]
+
+
+def _projected(module: nn.Module, inner: Callable[..., Any], is_causal: bool, x: Tensor) -> Any:
+    """The module in float64, with a reference as its attention."""
+    exact: Any = copy.deepcopy(module).double()
+    exact.attention.forward = lambda q, k, v, **_: inner(q, k, v)
+    return exact(x, is_causal=is_causal)[0]
+
+
+def _make_module(name: str, kind: str, projects: bool, config: Config, n: int) -> Candidate:
     options: dict[str, Any] = {"use_pattern_cache": config.use_pattern_cache}
     if config.memory in ("pool", "lightweight"):
         options |= {"enable_memory_pool": True, "lightweight_pool": config.memory == "lightweight"}
     elif config.memory == "fresh" and name == "ImprovedDilatedAttentionV2":
         options["enable_buffer_manager"] = False
     if kind != "dilated":
-        pattern_type: Any = "adaptive" if kind == "adaptive" else "dilated_sparse"
-        options["sparse_config"] = SparsePatternConfig(pattern_type, config.sparsity, config.block_size)
+        options["sparse_config"] = replace(config.sparse_config, pattern_type=PATTERNS[kind])
     if kind == "adaptive":
         options |= {"num_heads": config.h, "head_dim": config.d}
     if projects:
         sizes = {"embed_dim": config.h * config.d, "num_heads": config.h}
         options |= {**sizes, "dtype": getattr(torch, config.dtype)}
     torch.manual_seed(0)  # of weights
-    branches = dict(zip(("segment_lengths", "dilation_rates"), config.branches, strict=True))
-    return Causal(getattr(modules, name)(**branches, **options), config.is_causal)
+    module = getattr(modules, name)(**config.named_branches, **options).eval()
+
+    def attend(*tensors: Tensor) -> Any:
+        found = module(*tensors, is_causal=config.is_causal)
+        return found[0] if projects else found
+
+    if kind == "adaptive":
+        return Candidate(attend, partial(_adaptive, module, config.is_causal), None, module)
+    reference, keys = DEFINITIONS[kind](config, n)
+    if projects:
+        reference, keys = partial(_projected, module, reference, config.is_causal), None
+    return Candidate(attend, reference, keys, module)
 
 
-def _module(name: str, kind: Kind = "dilated", projects: bool = False) -> Entry:
+def _module(name: str, kind: str, projects: bool = False, ignores: tuple[str, ...] = ()) -> Entry:
     """A module of this library by its public name."""
-    make = partial(_make_module, name, kind, projects)
-    return Entry(kind, make, ("memory",) if kind == "adaptive" else Entry.heeds, projects)
+    return Entry(kind, partial(_make_module, name, kind, projects), ignores, projects)
 
 
-def _function(kind: Kind, where: Any, name: str) -> Entry:
+def _function(kind: str, where: Any, name: str) -> Entry:
     """A function of this library."""
 
-    def make(config: Config, n: int) -> Attend:
+    def make(config: Config, n: int) -> Candidate:
         how = Execution(memory=config.memory or "fresh", use_pattern_cache=config.use_pattern_cache)
         what: tuple[Any, ...] = config.branches if kind == "dilated" else (config.make_pattern(n),)
-        return lambda *qkv: getattr(where, name)(*qkv, *what, is_causal=config.is_causal, execution=how)
+        options = {"is_causal": config.is_causal, "execution": how}
+        attend = lambda *qkv: getattr(where, name)(*qkv, *what, **options)  # noqa: E731
+        return Candidate(attend, *DEFINITIONS[kind](config, n))
 
     return Entry(kind, make)
 
 
-def _by_head(attend: Callable[..., Any]) -> Attend:
+def _by_head(attend: Callable[..., Any]) -> Callable[..., Tensor]:
     """An attention over (b, h, n, d) as one over (b, n, h, d)."""
 
     def transposed(*tensors: Tensor) -> Tensor:
@@ -178,11 +232,13 @@ def _by_head(attend: Callable[..., Any]) -> Attend:
     return transposed
 
 
-def _make_sdpa(config: Config, _: int) -> Attend:
-    return _by_head(partial(torch_functional.scaled_dot_product_attention, is_causal=config.is_causal))
+def _make_sdpa(config: Config, n: int) -> Candidate:
+    dense = replace(config, segment_lengths=(n,), dilation_rates=(1,))
+    attend = partial(F.scaled_dot_product_attention, is_causal=config.is_causal)
+    return Candidate(_by_head(attend), *_dilated(dense, n))
 
 
-def _make_flex(config: Config, n: int) -> Attend:
+def _make_flex(config: Config, n: int) -> Candidate:
     """torch's compiled FlexAttention over the blocks of the block-sparse modules."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -196,17 +252,19 @@ def _make_flex(config: Config, n: int) -> Attend:
             first = str(error).strip().partition("\n")[0]
             raise CannotRunError(f"torch.compile of it failed: {first}") from error
 
-    return _by_head(attend)
+    return Candidate(_by_head(attend), *_blocks(config, n))
 
 
-def _make_local(config: Config, n: int) -> Attend:
+def _make_local(config: Config, n: int) -> Candidate:
     """`LocalAttention` of lucidrains: each window sees itself, the one before and, not causal, the next."""
     if over := n % config.block_size:
         window = f"multiples of its window of {config.block_size}"
         raise CannotRunError(f"it takes {window}, and {over} of {n} are over")
     # Without `dim` it has no position embedding.
     made = import_module("local_attention").LocalAttention
-    return _by_head(made(config.block_size, causal=config.is_causal, look_backward=1))
+    attend = made(config.block_size, causal=config.is_causal, look_backward=1)
+    mask = window_mask(n, config.block_size, config.is_causal)
+    return Candidate(_by_head(attend), lambda q, k, v: masked_reference(q, k, v, mask))
 
 
 def window_mask(n: int, window: int, is_causal: bool) -> Tensor:
@@ -217,41 +275,42 @@ def window_mask(n: int, window: int, is_causal: bool) -> Tensor:
     return (seen & (index <= index[:, None]) if is_causal else seen)[None]
 
 
+DEFINITIONS = {"dilated": _dilated, "block-sparse": _blocks}
+PATTERNS: dict[str, Any] = {"block-sparse": "dilated_sparse", "adaptive": "adaptive"}
+
+
 def _missing(package: str, otherwise: str | None = None) -> str | None:
     return otherwise if find_spec(package.replace("-", "_")) else f"the package {package} is not installed"
 
 
+# By name what a module computes, whether it has projections, and what it cannot heed.
+MODULES: dict[str, tuple[Any, ...]] = {
+    "DilatedAttention": ("dilated",),
+    "ImprovedDilatedAttention": ("dilated",),
+    "ImprovedDilatedAttentionV2": ("dilated",),
+    "RingDilatedAttentionV2": ("dilated",),
+    "RingDilatedAttentionV3": ("dilated",),
+    "RingDilatedAttentionProduction": ("dilated", False, (ALWAYS_POOLED,)),
+    "BlockSparseDilatedAttention": ("block-sparse",),
+    "BlockSparseRingDilatedAttention": ("block-sparse",),
+    "BlockSparseAdaptiveDilatedAttention": ("adaptive", False, (NO_CACHE,)),
+    "MultiheadDilatedAttention": ("dilated", True),
+    "ImprovedMultiheadDilatedAttention": ("dilated", True),
+    "RingMultiheadDilatedAttention": ("dilated", True),
+    "BlockSparseMultiheadDilatedAttention": ("block-sparse", True),
+    "BlockSparseRingMultiheadDilatedAttention": ("block-sparse", True),
+}
+_NO_FLEX_BACKWARD = "FlexAttention has no backward pass on the CPU"
+_NEEDS_CUDA = "its dilated attention calls flash-attn or xformers on CUDA, and the CPU is measured here"
 ENTRIES: dict[str, Entry] = {
-    BASELINE: Entry("dense", _make_sdpa, ()),
+    BASELINE: Entry("dense", _make_sdpa, FOREIGN),
     "dilated_attention": _function("dilated", functional, "dilated_attention"),
     "ring_dilated_attention": _function("dilated", ring, "ring_dilated_attention"),
     "block_sparse_attention": _function("block-sparse", block_sparse, "block_sparse_attention"),
     "ring_block_sparse_attention": _function("block-sparse", ring, "ring_block_sparse_attention"),
-    **{
-        name: _module(name)
-        for name in (
-            *("DilatedAttention", "ImprovedDilatedAttention", "ImprovedDilatedAttentionV2"),
-            *("RingDilatedAttentionV2", "RingDilatedAttentionV3", "RingDilatedAttentionProduction"),
-        )
-    },
-    "BlockSparseDilatedAttention": _module("BlockSparseDilatedAttention", "block-sparse"),
-    "BlockSparseRingDilatedAttention": _module("BlockSparseRingDilatedAttention", "block-sparse"),
-    "BlockSparseAdaptiveDilatedAttention": _module("BlockSparseAdaptiveDilatedAttention", "adaptive"),
-    **{
-        f"{kind}MultiheadDilatedAttention": _module(
-            f"{kind}MultiheadDilatedAttention", "block-sparse" if "Block" in kind else "dilated", True
-        )
-        for kind in ("", "Improved", "Ring", "BlockSparse", "BlockSparseRing")
-    },
-    "flex_attention": Entry(
-        *("block-sparse", _make_flex, ()), why_no_backward="FlexAttention has no backward pass on the CPU"
-    ),
-    "local_attention": Entry("local", _make_local, (), why_not=_missing("local-attention")),
-    "torchscale": Entry(
-        *("dilated", _make_sdpa, ()),  # never made
-        why_not=_missing(
-            "torchscale",
-            "its dilated attention calls flash-attn or xformers on CUDA, and the CPU is measured here",
-        ),
-    ),
+    **{name: _module(name, *how) for name, how in MODULES.items()},
+    "flex_attention": Entry("block-sparse", _make_flex, FOREIGN, why_no_backward=_NO_FLEX_BACKWARD),
+    "local_attention": Entry("local", _make_local, FOREIGN, False, True, _missing("local-attention")),
+    # Never made.
+    "torchscale": Entry("dilated", _make_sdpa, FOREIGN, why_not=_missing("torchscale", _NEEDS_CUDA)),
 }

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from ...reference import block_sparse_attention_reference, dilated_attention_reference
 from ..report import Series, line_chart
-from .candidates import BASELINE, Attend, CannotRunError, Config, Entry, entry_of, remarks, window_mask
-from .gate import (
-    accept,
-    block_keys,
-    call,
-    choose_rows,
-    definition_error,
-    dilated_keys,
-    make_inputs,
-    rows_error,
-)
+from . import gate
+from .candidates import BASELINE, Candidate, CannotRunError, Config, entry_of, remarks
 from .measure import Measured, interleave, measure_in_child, read_status, reset_peak_memory
 from .record import Figure, Record, Result, Section, Table, case_of
 
@@ -57,47 +45,52 @@ class Case:
         itemsize: int = getattr(torch, self.config.dtype).itemsize
         return self.b * self.n * self.config.h * self.config.d * itemsize * (8 if self.backward else 4)
 
+    def inputs(self, name: str, rows: Sequence[int] | None = None) -> tuple[list[Tensor], Tensor | None]:
+        """Of a candidate, and the gradient of out, of all rows or of these."""
+        h, d, projects = self.config.h, self.config.d, entry_of(name).projects
+        shape = (self.b, self.n, h * d) if projects else (self.b, self.n, h, d)
+        how: dict[str, Any] = {"count": 1 if projects else 3, "backward": self.backward, "rows": rows}
+        return gate.make_inputs(shape, self.config.dtype, **how)
+
 
 def run_case(case: Case, say: Say) -> Result:
     """Measures the candidates that can run; of the others the notes say why they cannot."""
     notes: dict[str, str] = {}
     error = 0.0
-    candidates: dict[str, Callable[[], object]] = {}
-    kinds = {entry_of(name).projects for name in case.candidates}
-    inputs = {projects: _inputs(case, projects) for projects in kinds}
+    runs: dict[str, Callable[[], object]] = {}
+    inputs: dict[bool, Any] = {}  # shared by the candidates that take x, and by those that take q, k and v
     for name in case.candidates:
-        entry = entry_of(name)
         say(f"{case.name}: checking {name}")
         try:
             error = max(error, check_candidate(case, name))
-            attend = entry.make(case.config, case.n)
+            candidate = entry_of(name).make(case.config, case.n)
         except CannotRunError as reason:
             notes[name] = f"cannot run: {reason}"
             continue
-        candidates[name] = partial(run_candidate, attend, *inputs[entry.projects])
+        given = inputs.setdefault(entry_of(name).projects, case.inputs(name))
+        runs[name] = partial(run_candidate, candidate, *given)
         notes[name] = remarks(name, case.config)
-    if not candidates:
-        no_one = "no candidate can run"
-        return Result(case_of(case), case.repeats, None, why_not=no_one, notes=notes)
+    if not runs:
+        why_not = "no candidate can run"
+        return Result(case_of(case), case.repeats, None, why_not=why_not, notes=notes)
     say(f"{case.name}: right within {error:.0e}, timing {case.repeats} rounds")
     at_most = {} if case.dense_repeats is None else {BASELINE: min(case.dense_repeats, case.repeats)}
-    timings = interleave(candidates, case.repeats, at_most=at_most)
+    seconds = interleave(runs, case.repeats, at_most=at_most)
     counts: dict[str, int] = {}
-    for name in candidates:
+    for name in runs:
         say(f"{case.name}: memory of {name}, in a process of its own")
         measured = measure_in_child(measure_candidate, case, name, needed=case.tensor_bytes)
         if measured.error is not None:
-            error = max(error, accept(f"{case.name}, {name}", measured.error, case.config.dtype))
+            error = max(error, gate.accept(f"{case.name}, {name}", measured.error, case.config.dtype))
         if measured.why_not:
             notes[name] += f"; memory not measured: {measured.why_not}"
         counts |= {f"{what} {name}": count for what, count in measured.counts.items()}
-    seconds = {name: timing.seconds for name, timing in timings.items()}
-    figures = speed_ups({name: timing.minimum for name, timing in timings.items()})
-    return Result(case_of(case), case.repeats, error, seconds, counts, figures, None, notes)
+    return Result(case_of(case), case.repeats, error, seconds, counts, speed_ups(seconds), None, notes)
 
 
-def speed_ups(minima: dict[str, float]) -> tuple[Figure, ...]:
-    """By candidate how many times as fast as dense attention it is, if that was measured."""
+def speed_ups(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Figure, ...]:
+    """By candidate how many times as fast as dense attention it is, if that was measured, by minima."""
+    minima = {name: min(values) for name, values in seconds.items()}
     return tuple(
         Figure(f"{name}: speed-up over {BASELINE}", minima[BASELINE] / minimum, at_least=True)
         for name, minimum in minima.items()
@@ -105,49 +98,31 @@ def speed_ups(minima: dict[str, float]) -> tuple[Figure, ...]:
     )
 
 
-def run_candidate(attend: Attend, inputs: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
+def run_candidate(candidate: Candidate, inputs: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
     """out, and the gradients of the inputs and of the weights if it has any."""
-    return call(attend, inputs, grad_out, [*attend.parameters()] if isinstance(attend, nn.Module) else ())
+    return gate.call(candidate.attend, inputs, grad_out, candidate.weights)
 
 
 def measure_candidate(case: Case, name: str) -> Measured:
     """In a child: the error of rows, bytes of a call above its inputs and of the whole process, its time."""
-    entry, config = entry_of(name), case.config
+    make, config = entry_of(name).make, case.config
     # Short, so that what it frees is too little for the measured call to hide in.
     short = max(1, min(case.n // 4, WARMUP_LENGTH) // config.block_size) * config.block_size
-    run_candidate(entry.make(config, short), *_inputs(replace(case, n=short, b=1), entry.projects))
-    rows = choose_rows(config.segment_lengths[0], case.n)
-    attend = entry.make(config, case.n)
-    inputs, grad_out = _inputs(case, entry.projects, rows)
+    run_candidate(make(config, short), *replace(case, n=short, b=1).inputs(name))
+    rows = gate.choose_rows(config.segment_lengths[0], case.n)
+    candidate = make(config, case.n)
+    inputs, grad_out = case.inputs(name, rows)
     peak_before = read_status("VmHWM")
     before = reset_peak_memory()
     start = time.perf_counter()
-    out, *gradients = run_candidate(attend, inputs, grad_out)
+    results = run_candidate(candidate, inputs, grad_out)
     seconds = time.perf_counter() - start
     peak = read_status("VmHWM")
     counts = {"peak_extra": peak - before, "peak_total": max(peak_before, peak)}
     error = None
-    if not entry.projects and entry.kind in ("dense", "dilated", "block-sparse"):
-        error = rows_error(inputs, grad_out, out, gradients, keys_of_rows(entry.kind, config, case.n, rows))
+    if candidate.keys is not None:
+        error = gate.compare_rows(inputs, grad_out, results, {t: candidate.keys(t) for t in rows})
     return Measured(error, counts, {"attention": (seconds,)})
-
-
-def keys_of_rows(kind: str, config: Config, n: int, rows: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """By row the keys that it meets in attention of a kind, and how often."""
-    if kind == "block-sparse":
-        pattern = config.make_pattern(n)
-        return {t: block_keys(pattern, config.h, t) for t in rows}
-    branches = config.branches if kind == "dilated" else ((n,), (1,))
-    return {t: dilated_keys(branches, config.is_causal, config.h, n, t) for t in rows}
-
-
-def _inputs(
-    case: Case, projects: bool, rows: Sequence[int] | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    h, d = case.config.h, case.config.d
-    shape = (case.b, case.n, h * d) if projects else (case.b, case.n, h, d)
-    count = 1 if projects else 3
-    return make_inputs(shape, case.config.dtype, count=count, backward=case.backward, rows=rows)
 
 
 def check_candidate(case: Case, name: str) -> float:
@@ -155,19 +130,18 @@ def check_candidate(case: Case, name: str) -> float:
     entry = entry_of(name)
     if reason := entry.reason(case.backward):
         raise CannotRunError(reason)
-    reduced = reduce_case(case, entry.kind)
-    attend = entry.make(reduced.config, reduced.n)
-    inputs, grad_out = _inputs(reduced, entry.projects)
-    error = definition_error(attend, _definition(entry, reduced, attend, inputs), inputs, grad_out)
-    return accept(f"{case.name}, {name}", error, case.config.dtype)
+    reduced = reduce_case(case, entry.is_windowed)
+    candidate = entry.make(reduced.config, reduced.n)
+    errors = gate.compare(candidate.attend, candidate.reference, *reduced.inputs(name))
+    return gate.accept(f"{case.name}, {name}", max(errors), case.config.dtype)
 
 
-def reduce_case(case: Case, kind: str) -> Case:
+def reduce_case(case: Case, is_windowed: bool) -> Case:
     """The case with smaller blocks, shorter segments and as many tokens as a dense reference fits."""
     config = case.config
     block = min(config.block_size, REDUCED_BLOCK)
     n = (block * max(1, min(case.n // block, REDUCED_BLOCKS)) + 3) | 1  # the last block is partial
-    n -= n % block if kind == "local" else 0
+    n -= n % block if is_windowed else 0
     factor = max(1.0, case.n / n)
     config = replace(
         config,
@@ -176,47 +150,6 @@ def reduce_case(case: Case, kind: str) -> Case:
         segment_lengths=tuple(max(block, int(w / factor)) for w in config.segment_lengths),
     )
     return replace(case, config=config, n=n, b=min(case.b, 2))
-
-
-def _definition(entry: Entry, case: Case, attend: Any, inputs: Sequence[Tensor]) -> Any:
-    """What a candidate should compute, on float64 tensors."""
-    config, n, is_causal = case.config, case.n, case.config.is_causal
-    branches = ((n,), (1,)) if entry.kind == "dense" else config.branches
-    mask: Tensor | None = None
-    if entry.kind == "block-sparse":
-        mask = config.make_pattern(n).to_dense()
-    elif entry.kind == "local":
-        mask = window_mask(n, config.block_size, is_causal)
-
-    def reference(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Any:
-        if mask is not None:
-            return block_sparse_attention_reference(q, k, v, mask, is_causal=is_causal)
-        return dilated_attention_reference(q, k, v, *branches, is_causal=is_causal)
-
-    if entry.kind == "adaptive":
-        return _adaptive_definition(attend, inputs)
-    if not entry.projects:
-        return reference
-    exact = copy.deepcopy(attend).double()
-    exact.module.attention.forward = reference
-    return exact
-
-
-def _adaptive_definition(attend: Any, inputs: Sequence[Tensor]) -> Any:
-    """The dense reference over the blocks that an adaptive module chose, with its scores among q and k."""
-    module, is_causal = attend.module, attend.is_causal
-    mask = module.choose(*module.features(*inputs[:2], is_causal), is_causal).to_dense()
-    exact = copy.deepcopy(module).double()
-
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prepared = exact._prepare(q, k, is_causal, None)
-        wide = F.pad(v, (0, prepared.key.shape[-1] - v.shape[-1]))
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": prepared.scale}
-        out = block_sparse_attention_reference(prepared.query, prepared.key, wide, mask, **options)
-        assert isinstance(out, Tensor)
-        return out[..., : v.shape[-1]]
-
-    return reference
 
 
 def describe(case: dict[str, Any]) -> str:
@@ -246,10 +179,9 @@ def make_table(results: Sequence[Result]) -> Table:
     """One row a case and candidate; what could not be measured or heeded stands in the last column."""
     rows = []
     for result in results:
-        minima = {name: min(values) for name, values in result.seconds.items()}
         tokens = result.case["b"] * result.case["n"]
-        speeds = {name: f"{tokens / minimum:,.0f}" for name, minimum in minima.items()}
-        over = {figure.name.partition(":")[0]: f"{figure.value:.2f}" for figure in speed_ups(minima)}
+        speeds = {name: f"{tokens / min(values):,.0f}" for name, values in result.seconds.items()}
+        over = {x.name.partition(":")[0]: f"{x.value:.2f}" for x in speed_ups(result.seconds)}
         for name in result.case["candidates"]:
             times = [result.milliseconds(name), speeds.get(name, ""), over.get(name, "")]
             cells = [*times, result.mebibytes(f"peak_extra {name}"), result.notes.get(name, "")]
@@ -265,13 +197,11 @@ def draw_charts(record: Record) -> list[tuple[str | None, str]]:
     """Time and memory over the length, forward and training, each with its caption."""
     charts = []
     for backward, name in ((False, "forward"), (True, "training")):
-        results = [
-            r for r in record.results if r.case["kind"] == "compare" and r.case["backward"] == backward
-        ]
-        times, peaks = _series(results)
-        seconds = lambda value: f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"  # noqa: E731
+        compared = [result for result in record.results if result.case["kind"] == Case.kind]
+        results = [result for result in compared if result.case["backward"] == backward]
+        times, peaks = _series(sorted(results, key=lambda result: int(result.case["n"])))
         for what, caption, series, y_text in (
-            ("time", "median of a call; whiskers from the fastest to the slowest", times, seconds),
+            ("time", "median of a call; whiskers from the fastest to the slowest", times, _show_seconds),
             ("memory", "peak memory that a call adds to its inputs", peaks, "{:,.4g} MiB".format),
         ):
             if series:
@@ -281,15 +211,18 @@ def draw_charts(record: Record) -> list[tuple[str | None, str]]:
     return charts
 
 
+def _show_seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
 def _series(results: Sequence[Result]) -> tuple[list[Series], list[Series]]:
     """By candidate its times over the length, with their range, and its peak memory in MiB."""
     times, peaks = [], []
-    ordered = sorted(results, key=lambda result: int(result.case["n"]))
-    for name in dict.fromkeys(name for result in ordered for name in result.case["candidates"]):
-        timed = [(result.case["n"], timing) for result in ordered if (timing := result.timing(name))]
-        spread = tuple((timing.minimum, max(timing.seconds)) for _, timing in timed)
-        times += [Series(name, tuple((n, timing.median) for n, timing in timed), spread)] if timed else []
-        held = [(r.case["n"], r.counts.get(f"peak_extra {name}", 0) / 2**20) for r in ordered]
+    for name in dict.fromkeys(name for result in results for name in result.case["candidates"]):
+        timed = [(result.case["n"], timing) for result in results if (timing := result.timing(name))]
+        held = [(r.case["n"], r.counts.get(f"peak_extra {name}", 0) / 2**20) for r in results]
         held = [(n, peak) for n, peak in held if peak > 0]
+        spread = tuple((timing.minimum, max(timing)) for _, timing in timed)
+        times += [Series(name, tuple((n, timing.median) for n, timing in timed), spread)] if timed else []
         peaks += [Series(name, tuple(held))] if held else []
     return times, peaks

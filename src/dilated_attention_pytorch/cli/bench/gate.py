@@ -1,7 +1,7 @@
 """The gate before the stopwatch: what is measured must first equal its definition, forward and gradients.
 
-`definition_error` compares a call with a reference in float64. At full length, where no dense reference fits,
-`rows_error` computes chosen query rows from the definition, with the gradients of a loss over these rows.
+`compare` holds a call to a reference in float64. At full length, where no dense reference fits,
+`compare_rows` computes chosen query rows from the definition, with the gradients of a loss over these rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from ...plan import BlockPattern
 # Of inputs of a dtype against float64 results, absolute below 1 and relative above.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 ROWS = 8
-Branches = tuple[Sequence[int], Sequence[int]]
 Keys = tuple[Tensor, Tensor]  # the keys (m,) that a query meets, and how often each head does (h or 1, m)
 
 
@@ -43,24 +43,24 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(error) else error  # max() may lose a NaN
 
 
-def definition_error(
-    attend: Callable[..., Tensor | tuple[Tensor, ...]],
-    reference: Callable[..., Tensor | tuple[Tensor, ...]],
+def compare(
+    attend: Callable[..., Any],
+    reference: Callable[..., Any],
     inputs: Sequence[Tensor],
     grad_out: Tensor | None,
-) -> float:
-    """The largest error of a call against its reference on the same inputs in float64.
+) -> list[float]:
+    """The errors of a call against its reference on the same inputs in float64: of out, then of the rest.
 
     Both give out, or a tuple that begins with it; the gradients of the inputs are compared if `grad_out` is
     given.
     """
     exact = None if grad_out is None else grad_out.double()
     expected = call(reference, [x.double() for x in inputs], exact)
-    return max(largest_error(*pair) for pair in zip(call(attend, inputs, grad_out), expected, strict=True))
+    return [largest_error(*pair) for pair in zip(call(attend, inputs, grad_out), expected, strict=True)]
 
 
 def call(
-    attend: Callable[..., Tensor | tuple[Tensor, ...]],
+    attend: Callable[..., Any],
     inputs: Sequence[Tensor],
     grad_out: Tensor | None,
     weights: Sequence[Tensor] = (),
@@ -109,7 +109,9 @@ def choose_rows(period: int, n: int, seed: int = 0) -> list[int]:
     return sorted(places | {draw.randrange(n) for _ in range(ROWS - len(places))})
 
 
-def dilated_keys(branches: Branches, is_causal: bool, num_heads: int, n: int, t: int) -> Keys:
+def dilated_keys(
+    branches: tuple[Sequence[int], Sequence[int]], is_causal: bool, num_heads: int, n: int, t: int
+) -> Keys:
     """What the query at position `t` meets in dilated attention, from its definition."""
     reach = [(t // w * w, min(n, t // w * w + w)) for w in branches[0]]
     position = torch.arange(min(lo for lo, _ in reach), max(hi for _, hi in reach))
@@ -148,19 +150,20 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor,
     return torch.where(meets[:, None], out, 0.0), lse.masked_fill(~meets, -math.inf)
 
 
-def rows_error(
+def compare_rows(
     inputs: Sequence[Tensor],
     grad_out: Tensor | None,
-    out: Tensor,
-    gradients: Sequence[Tensor],
+    results: Sequence[Tensor],
     rows: Mapping[int, Keys],
-    lse: Tensor | None = None,
+    has_lse: bool = False,
 ) -> float:
     """Error of rows of the last sequence, and of all gradients, against the definition in float64.
 
-    `inputs` and `grad_out` are those of `make_inputs` with these rows, all (b, n, h, d); lse is (b, h, n).
+    `inputs` and `grad_out` are those of `make_inputs` with these rows, all (b, n, h, d). `results` are those
+    of `call`: out, lse (b, h, n) if there is one, and the gradients of the inputs.
     """
     q, k, v = (x[-1] for x in inputs)
+    out, gradients = results[0], results[1 + has_lse :]
     met = torch.unique(torch.cat([keys for keys, _ in rows.values()]))
     sums = torch.zeros(2, len(met), *q.shape[1:], dtype=torch.float64)
     errors = []
@@ -168,8 +171,8 @@ def rows_error(
         query, key, value = leaves = [x.double().requires_grad_() for x in (q[t], k[keys], v[keys])]
         row, row_lse = attend_row(query, key, value, counts)
         errors.append(largest_error(out[-1, t], row))
-        if lse is not None:
-            actual, unmet = lse[-1, :, t], row_lse == -math.inf
+        if has_lse:
+            actual, unmet = results[1][-1, :, t], row_lse == -math.inf
             errors.append(largest_error(*(x.masked_fill(unmet, 0.0) for x in (actual, row_lse))))
             errors += [math.inf] if (actual[unmet] != -math.inf).any() else []
         if grad_out is not None:

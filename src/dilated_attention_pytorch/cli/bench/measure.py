@@ -1,15 +1,17 @@
-"""HOW it is measured: interleaved timing in one process, the kernel's books of memory, child processes."""
+"""HOW it is measured: interleaved timing, the kernel's books of memory, child processes, the machine."""
 
 from __future__ import annotations
 
 import gc
 import os
+import platform
 import statistics
+import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -20,30 +22,28 @@ import torch
 
 from ...core.host_memory import host_memory, is_out_of_memory
 
+PACKAGE = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(tuple[float, ...]):
     """Every measured duration of a candidate, in seconds and in order."""
-
-    seconds: tuple[float, ...]
 
     @property
     def minimum(self) -> float:
-        return min(self.seconds)
+        return min(self)
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(self)
 
     @property
     def spread(self) -> float:
         """The distance between the quartiles; 0 for a single measurement."""
-        if len(self.seconds) < 2:
+        if len(self) < 2:
             return 0.0
-        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        lower, _, upper = statistics.quantiles(self, n=4, method="inclusive")
         return upper - lower
 
 
@@ -64,9 +64,11 @@ def interleave(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    order = list(candidates)
-    limits = at_most or {}
-    with _no_garbage_collection():
+    order, limits = list(candidates), at_most or {}
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection would fall on whichever candidate happens to run
+    try:
         for number in range(-warmup, repeats):
             for name in order:
                 if name in limits and (number < 0 or number * limits[name] % repeats >= limits[name]):
@@ -77,20 +79,10 @@ def interleave(
                 if number >= 0:
                     seconds[name].append(elapsed)
             order.reverse()
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection would fall on whichever candidate happens to run."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_enabled:
             gc.enable()
+    return {name: Timing(values) for name, values in seconds.items()}
 
 
 class NotMeasurableError(Exception):
@@ -127,7 +119,7 @@ class Measured:
 
     error: float | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     why_not: str | None = None
 
 
@@ -192,3 +184,56 @@ def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: An
             raise
         found = Measured(why_not=f"out of memory: {error}")
     sender.send(found)
+
+
+def machine_facts() -> dict[str, str | int | float | None]:
+    """Of this machine, for the record; what cannot be found is None."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": _or_none(lambda: round(os.getloadavg()[0], 2)),
+        "memory_bytes": _or_none(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _or_none(read: Callable[[], float]) -> float | None:
+    try:
+        return read()
+    except (AttributeError, OSError, ValueError):  # of systems that do not tell
+        return None
+
+
+def project_facts() -> dict[str, str | bool | None]:
+    """The version, and the commit if the package runs from a checkout of its own repository."""
+    try:
+        number = version("dilated-attention")
+    except PackageNotFoundError:
+        number = None
+    root = _git("rev-parse", "--show-toplevel")
+    # A package installed below some other project's checkout must not report that project's commit.
+    is_own = root is not None and (Path(root) / "src" / PACKAGE.name).resolve() == PACKAGE
+    commit = _git("rev-parse", "--verify", "HEAD") if is_own else None
+    changes = _git("status", "--porcelain", "--", str(PACKAGE)) if commit else None
+    return {"version": number, "commit": commit, "changed": bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _cpu_model() -> str | None:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or None

@@ -61,7 +61,7 @@ class Result:
     case: dict[str, Any]
     repeats: int
     error: float | None
-    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     why_not: str | None = None
@@ -86,7 +86,7 @@ class Result:
             return ""
         values = (timing.minimum, timing.median, timing.spread / 2)
         minimum, median, spread = (f"{1e3 * value:.1f}" for value in values)
-        return minimum if len(timing.seconds) == 1 else f"{minimum} ({median} ± {spread})"
+        return minimum if len(timing) == 1 else f"{minimum} ({median} ± {spread})"
 
     def mebibytes(self, name: str) -> str:
         return f"{self.counts[name] / 2**20:.1f}" if name in self.counts else ""

@@ -86,10 +86,10 @@ def run(options: argparse.Namespace) -> int:
     config, is_first = read_config(options), os.environ.get("RANK", "0") == "0"
     from .checkpoint import CheckpointError
     from .loop import DivergedError, train
-    from .metrics import check_tensorboard
+    from .metrics import tensorboard_writer
 
     if config.tensorboard:
-        check_tensorboard()
+        tensorboard_writer()
     try:
         summary = train(config, options.out, resume=options.resume)
     except (CheckpointError, DivergedError) as error:

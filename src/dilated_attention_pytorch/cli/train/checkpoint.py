@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
 MALFORMED = (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, UnpicklingError)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Exception):
     """A checkpoint that could not be written or read; the message says which, why and what is left."""
 
 
@@ -52,44 +52,22 @@ class Checkpoint:
                 if size != tuple(tensor.shape):
                     rule = f"must hold {name} of {tuple(tensor.shape)}"
                     raise CheckpointError(f"{self.path} {rule}, got {name}: {size}")
+                start, own = _own_rows(tensor)
                 for part in stored:
-                    _copy_rows(part["rows"], part["start"], tensor)
+                    first, (_, rows) = part["start"], _own_rows(part["rows"])
+                    low, high = max(start, first), min(start + len(own), first + len(rows))
+                    if low < high:
+                        own[low - start : high - start].copy_(rows[low - first : high - first])
         except MALFORMED as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{self.path} could not be read: {_reason(error)}") from error
 
 
 def _own_rows(x: Tensor) -> tuple[int, Tensor]:
-    """What this rank holds of a tensor, and at which row that starts; FSDP2 shards the first dimension."""
+    """The first row of a tensor that this rank holds, and its rows; FSDP2 shards the first dimension."""
     if not isinstance(x, DTensor):
-        return 0, x
+        return 0, x if x.dim() else x[None]
     step = -(-x.shape[0] // x.device_mesh.size())
     return min(x.shape[0], step * x.device_mesh.get_local_rank()), x.to_local()
-
-
-def _copy_rows(rows: Tensor, first: int, x: Tensor) -> None:
-    """Copies rows, of which the first has this number, into those of them that this rank holds."""
-    start, own = _own_rows(x)
-    if x.dim() == 0:
-        own.copy_(rows)
-    low, high = max(start, first), min(start + len(own), first + len(rows)) if x.dim() else 0
-    if low < high:
-        own[low - start : high - start].copy_(rows[low - first : high - first])
-
-
-def _write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
-    """Writes what this rank holds; what all hold is written by the first."""
-    part = {}
-    for name, x in tensors.items():
-        if ranks.is_first or isinstance(x, DTensor):
-            start, own = _own_rows(x)
-            rows = own.detach().to("cpu", copy=True).contiguous()
-            part[name] = {"size": list(x.shape), "start": start, "rows": rows}
-    with open(folder / f"part-{ranks.rank}.pt", "wb") as file:
-        torch.save(part, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def save_checkpoint(
@@ -103,6 +81,25 @@ def save_checkpoint(
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.partial"
 
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
+            shutil.rmtree(left)
+        temporary.mkdir()
+
+    def write() -> None:
+        """What this rank holds; what all hold is written by the first."""
+        part = {}
+        for name, x in tensors.items():
+            if ranks.is_first or isinstance(x, DTensor):
+                start, own = _own_rows(x)
+                rows = own.detach().to("cpu", copy=True).contiguous()
+                part[name] = {"size": list(x.shape), "start": start, "rows": rows}
+        with open(temporary / f"part-{ranks.rank}.pt", "wb") as file:
+            torch.save(part, file)
+            file.flush()
+            os.fsync(file.fileno())
+
     def finish() -> None:
         _seal(temporary, step, facts)
         if final.exists():
@@ -112,18 +109,15 @@ def save_checkpoint(
         for path in named_checkpoints(folder)[keep:]:
             shutil.rmtree(path, ignore_errors=True)
 
-    problem = ranks.told(_problem(lambda: _empty(temporary)) if ranks.is_first else None)
-    if problem is None:
-        problem = _problem(lambda: _write_part(temporary, ranks, tensors))
-        problem = (problem or "another rank failed") if ranks.any(problem is not None) else None
-    if problem is None:
-        problem = ranks.told(_problem(finish) if ranks.is_first else None)
-    if problem is not None:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        before = named_checkpoints(folder)
-        left = f"the last one is {before[0]}" if before else "there is none before it"
-        raise CheckpointError(f"checkpoint {final} could not be written: {problem}; {left}")
+    for action in (begin, write, finish):
+        problem = _attempt(action) if action is write or ranks.is_first else None
+        if ranks.any(problem is not None):
+            if ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            before = named_checkpoints(folder)
+            left = f"the last one is {before[0]}" if before else "there is none before it"
+            reason = problem or "another rank failed"
+            raise CheckpointError(f"checkpoint {final} could not be written: {reason}; {left}")
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
@@ -169,8 +163,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 def named_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder` that have their final name, the newest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    named = [path for path in paths if re.fullmatch(r"step-\d{8,}", path.name)]
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
@@ -178,8 +171,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a folder; every byte of its files is compared with its digest."""
     try:
         manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        digest = manifest.pop("digest")
-        if digest != _digest(manifest):
+        if manifest.pop("digest") != _digest(manifest):
             raise CheckpointError(f"{path / MANIFEST} is damaged: its digest is another")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} must have format {FORMAT}, got {manifest['format']}")
@@ -216,13 +208,6 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _empty(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(".step-*.partial"):  # of a run that was killed while it wrote
-        shutil.rmtree(left)
-    folder.mkdir()
-
-
 def _sync_folder(folder: Path) -> None:
     """Names are on the disk, too."""
     if os.name == "nt":  # folders cannot be opened there
@@ -234,7 +219,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def _problem(action: Callable[[], None]) -> str | None:
+def _attempt(action: Callable[[], None]) -> str | None:
     """What goes wrong in an action, if anything."""
     try:
         action()

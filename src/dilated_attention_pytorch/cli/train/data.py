@@ -82,12 +82,11 @@ def open_corpus(paths: Sequence[str], suffixes: Sequence[str] = ()) -> Corpus:
     Of a folder those files are text that have one of `suffixes` or, without any, no zero among their first
     bytes. Hidden files and folders are left out.
     """
-    files = [file for path in paths for file in _files_of(Path(path), suffixes)]
-    sized = [(file, size) for file in files if (size := file.stat().st_size)]
-    if not sized:
+    files = [file for path in paths for file in _files_of(Path(path), suffixes) if file.stat().st_size]
+    if not files:
         raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths) or 'none'}")
-    ends = tuple(accumulate(size for _, size in sized))
-    return Corpus(tuple(file for file, _ in sized), ends, 0, ends[-1])
+    ends = tuple(accumulate(file.stat().st_size for file in files))
+    return Corpus(tuple(files), ends, 0, ends[-1])
 
 
 def standard_library_files() -> list[str]:
@@ -99,19 +98,21 @@ def standard_library_files() -> list[str]:
 
 
 def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    if not path.is_file() and not path.is_dir():
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
         raise ConfigError(f"data must be files or folders that exist, got {path}")
-    found = [path] if path.is_file() else []
+    found = []
     for folder, names, files in os.walk(path):
         names[:] = [name for name in names if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(file for file in found if file == path or _is_wanted(file, suffixes))
+    return sorted(file for file in found if file.is_file() and _is_text(file, suffixes))
 
 
-def _is_wanted(file: Path, suffixes: Sequence[str]) -> bool:
+def _is_text(file: Path, suffixes: Sequence[str]) -> bool:
     if suffixes:
-        return file.is_file() and file.suffix in suffixes
-    return file.is_file() and b"\0" not in _read_part(file, 0, min(SNIFFED, file.stat().st_size))
+        return file.suffix in suffixes
+    return b"\0" not in _read_part(file, 0, min(SNIFFED, file.stat().st_size))
 
 
 def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:

@@ -7,15 +7,15 @@ import os
 import signal
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ from .checkpoint import (
 from .config import ConfigError, TrainConfig, changed_settings
 from .data import batch_at, mix_seed, split_corpus, windows_of
 from .metrics import Metrics, replace_file
-from .ranks import Ranks, backward, hold_gradients, join_ranks, place_model, sum_gradients
+from .ranks import Ranks, join_ranks, place_model
 
 CONFIG_FILE = "config.json"
 FIRST_CONTEXT = 64  # bytes of context up to which all positions count as one class
@@ -73,19 +73,21 @@ class StopWish:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _hear(self, number: int, *_: object) -> None:
         if self.is_made and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         self.is_made = True
 
 
 class Run:
-    """One process' share of a training run in `folder`.
+    """One process' share of a training run in `folder`; what it tells goes to `metrics`, if it has any.
 
     What a step computes depends on the settings, the step and the weights before it alone: its batch and its
     random numbers are drawn from the seed and the step. So a run that goes on from a checkpoint repeats, bit
     for bit on the same machine, what one without interruption computes.
     """
+
+    metrics: Metrics | None = None
 
     def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
@@ -95,8 +97,6 @@ class Run:
         self.optimiser = make_optimiser(self.model, config)
         self.step, self.loss = 0, math.nan
         self.validation: dict[str, Any] | None = None
-        self.saved_step: int | None = None
-        self.owes_validation = False  # it was due when the run was interrupted, and can wait
         self._digest = [self.train_data.digest(), self.validation_data.digest()]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,39 +124,31 @@ class Run:
         checkpoint.load(self.tensors())
         for x in self.model.parameters():
             self.optimiser.state[x]["step"].fill_(checkpoint.step)
-        self.step = self.saved_step = checkpoint.step
-        self.owes_validation = bool(checkpoint.facts["owes_validation"])
+        self.step = checkpoint.step
 
-    def train(self, stop: StopWish, metrics: Metrics | None) -> Summary:
-        """Runs until the last step or until `stop` is made, and saves in both cases. `metrics` of rank 0."""
-        config, interrupted = self.config, False
-        if self.owes_validation:
-            self.validate(metrics)
-        while self.step < config.steps and not interrupted:
-            self.take_step(metrics)
+    def train(self, stop: StopWish) -> Summary:
+        """Runs until the last step or until `stop` is made, and saves in both cases."""
+        config, is_interrupted = self.config, False
+        while self.step < config.steps and not is_interrupted:
+            self.take_step()
             is_last = self.step == config.steps
-            interrupted = self.ranks.any(stop.is_made) and not is_last
-            self.owes_validation = is_last or _is_due(self.step, config.validate_every)
-            if self.owes_validation and not interrupted:
-                self.validate(metrics)
-            if interrupted or is_last or _is_due(self.step, config.checkpoint_every):
-                self.save(metrics)
+            is_interrupted = self.ranks.any(stop.is_made) and not is_last
+            if is_last or _is_due(self.step, config.validate_every):
+                self.validate()
+            if is_last or is_interrupted or _is_due(self.step, config.checkpoint_every):
+                self.save()
         loss = None if math.isnan(self.loss) else self.loss
-        return Summary(self.step, config.steps, loss, self.validation, interrupted)
+        return Summary(self.step, config.steps, loss, self.validation, is_interrupted)
 
-    def save(self, metrics: Metrics | None = None) -> None:
-        """Writes a checkpoint of the last step, unless there is one."""
-        if self.saved_step == self.step:
-            return
-        if metrics is not None:
-            metrics.sync()
+    def save(self) -> None:
+        """Writes a checkpoint of the last step."""
+        if self.metrics is not None:
+            self.metrics.sync()
         facts = {"config": asdict(self.config), "data": self._digest, "ranks": self.ranks.size}
-        facts["owes_validation"] = self.owes_validation
         folder, keep = self.folder / CHECKPOINTS, self.config.keep_checkpoints
         save_checkpoint(folder, self.ranks, self.step, self.tensors(), facts, keep)
-        self.saved_step = self.step
 
-    def take_step(self, metrics: Metrics | None = None) -> None:
+    def take_step(self) -> None:
         """Trains on the batch of the next step."""
         config, begin = self.config, time.perf_counter()
         rate = learning_rate(config, self.step)
@@ -170,32 +162,36 @@ class Run:
             raise DivergedError(f"training needs finite numbers, got {what}; try a lower learning_rate")
         self.optimiser.step()
         self.step, self.loss = self.step + 1, loss
-        if metrics is not None:
-            metrics.tell_step(self.step, loss, rate, norm, time.perf_counter() - begin)
+        if self.metrics is not None:
+            self.metrics.tell_step(self.step, loss, rate, norm, time.perf_counter() - begin)
 
     def _gradients(self) -> float:
         """Leaves the gradient of the mean loss of the step's batch in the model, and returns that loss."""
-        config = self.config
-        parts = self.ranks.own_rows(batch_at(self.train_data, self.step, config)).chunk(config.accumulation)
-        total = torch.zeros((), device=self.ranks.device)
-        self.model.train()
+        config, ranks, model = self.config, self.ranks, self.model
+        parts = ranks.own_rows(batch_at(self.train_data, self.step, config)).chunk(config.accumulation)
+        total = torch.zeros((), device=ranks.device)
+        model.train()
         self.optimiser.zero_grad()
-        for index, rows in enumerate(parts):
-            hold_gradients(self.model, index + 1 < len(parts))
+        for index, rows in enumerate(parts, 1):
             # This rank's share of the mean over all bytes of the whole batch: shares are to be summed.
             loss = self._losses(rows).sum() / (config.batch_size * config.context_length)
-            backward(loss, self.model, self.ranks)
             total += loss.detach()
-        sum_gradients(self.model, self.ranks)
-        return self.ranks.sum(total).item()
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(index == len(parts))
+                loss = loss * ranks.size  # FSDP2 averages over the ranks, and gloo knows no other division
+            torch.autograd.backward(loss)
+        if ranks.size > 1 and not isinstance(model, FSDPModule):
+            for x in model.parameters():
+                if x.grad is not None:
+                    ranks.sum(x.grad)
+        return ranks.sum(total).item()
 
     def _losses(self, rows: Tensor) -> Tensor:
-        """(rows, length) of this rank's part of sequences (rows, length + 1), in nats."""
-        tokens, targets = self.ranks.own_part(rows[:, :-1]), self.ranks.own_part(rows[:, 1:])
-        cast: AbstractContextManager[Any] = nullcontext()
-        if self.config.precision != "float32":
-            cast = torch.autocast(self.ranks.device.type, dtype=getattr(torch, self.config.precision))
-        with cast:
+        """(rows, length) of this rank's shard of sequences (rows, length + 1), in nats."""
+        tokens, targets = self.ranks.shard(rows[:, :-1]), self.ranks.shard(rows[:, 1:])
+        dtype = getattr(torch, self.config.precision)
+        is_exact = dtype == torch.float32
+        with nullcontext() if is_exact else torch.autocast(self.ranks.device.type, dtype=dtype):
             logits = self.model(tokens)
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view_as(targets)
@@ -205,14 +201,14 @@ class Run:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm or math.inf)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    def validate(self, metrics: Metrics | None = None) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Bits per byte of the validation data: of all, and by the bytes of context that there were.
 
         All ranks must call it. Every ring computes all windows.
         """
         config, length = self.config, self.config.context_length
         windows = windows_of(self.validation_data, config.validation_windows, length)
-        start, stop = self.ranks.own_bounds(length)
+        start, stop = self.ranks.bounds(length)
         nats = torch.zeros(length, dtype=torch.float64)
         self.model.eval()
         with torch.no_grad():
@@ -224,9 +220,8 @@ class Run:
             "bits_per_byte": bits.mean().item(),
             "by_context": {f"{a + 1}-{b}": bits[a:b].mean().item() for a, b in context_classes(length)},
         }
-        self.owes_validation = False
-        if metrics is not None:
-            metrics.tell_validation(self.step, self.validation)
+        if self.metrics is not None:
+            self.metrics.tell_validation(self.step, self.validation)
         return self.validation
 
 
@@ -238,40 +233,45 @@ def train(
     Without `resume` the folder must not hold a run. Lines of progress go to `progress`, by default to stderr.
     """
     with StopWish() as stop, join_ranks(config) as ranks:
-        if not resume and named_checkpoints(folder / CHECKPOINTS):
-            raise ConfigError(f"out must be the folder of a new run unless --resume goes on, got {folder}")
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"out must be a folder, got the file {folder}")
-        own = Run(config, folder, ranks)
-        problems = own.resume() if resume else []
-        folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
-        metrics = Metrics(folder, config, own.step, progress) if ranks.is_first else None
-        try:
-            if metrics is not None:
-                replace_file(folder / CONFIG_FILE, config.to_json())
-                metrics.say(*_greeting(own, problems))
-            summary = own.train(stop, metrics)
-            if metrics is not None and summary.is_interrupted:
-                metrics.say(f"interrupted and saved after step {summary.step}; --resume goes on")
-            elif metrics is not None:
-                metrics.say(f"done: {summary.steps} steps, saved in {folder}")
-            return summary
-        finally:
-            if metrics is not None:
-                metrics.close()
-            del own  # before the group of the ranks
+        return _train(config, folder, ranks, stop, resume, progress)
 
 
-def _greeting(own: Run, problems: list[str]) -> list[str]:
-    ranks, sizes = own.ranks, (len(own.train_data), len(own.validation_data))
-    parameters, where = sum(x.numel() for x in own.model.parameters()), ranks.device.type
+def _train(
+    config: TrainConfig, folder: Path, ranks: Ranks, stop: StopWish, resume: bool, progress: IO[str] | None
+) -> Summary:
+    """A function of its own, so that the model is gone before the group of the ranks is."""
+    if not resume and named_checkpoints(folder / CHECKPOINTS):
+        raise ConfigError(f"out must be the folder of a new run unless --resume goes on, got {folder}")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out must be a folder, got the file {folder}")
+    run = Run(config, folder, ranks)
+    problems = run.resume() if resume else []
+    folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
+    if not ranks.is_first:
+        return run.train(stop)
+    run.metrics = metrics = Metrics(folder, config, run.step, progress)
+    try:
+        replace_file(folder / CONFIG_FILE, config.to_json())
+        metrics.say(_greeting(run, problems))
+        summary = run.train(stop)
+        end = f"done: {summary.steps} steps, saved in {folder}"
+        if summary.is_interrupted:
+            end = f"interrupted and saved after step {summary.step}; --resume goes on"
+        metrics.say(end)
+        return summary
+    finally:
+        metrics.close()
+
+
+def _greeting(run: Run, problems: list[str]) -> str:
+    ranks, sizes = run.ranks, (len(run.train_data), len(run.validation_data))
+    parameters, where = sum(x.numel() for x in run.model.parameters()), ranks.device.type
     if ranks.size > 1:
         where += f", {ranks.size} ranks in {ranks.num_rings} ring(s) of {ranks.ring_size}"
-    return [
-        *(f"warning: {each}; it was set aside, and an older checkpoint is used" for each in problems),
-        f"{parameters:,} parameters on {where}; {sizes[0]:,} bytes, {sizes[1]:,} to validate",
-        f"from step {own.step} of {own.config.steps}" if own.step else f"{own.config.steps} steps",
-    ]
+    lines = [f"warning: {each}; it was set aside, and an older checkpoint is used" for each in problems]
+    lines.append(f"{parameters:,} parameters on {where}; {sizes[0]:,} bytes, {sizes[1]:,} to validate")
+    lines.append(f"from step {run.step} of {run.config.steps}" if run.step else f"{run.config.steps} steps")
+    return "\n".join(lines)
 
 
 def make_model(config: TrainConfig) -> LongNetLM:
@@ -285,13 +285,13 @@ def make_model(config: TrainConfig) -> LongNetLM:
 
 def make_optimiser(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices only. Its averages exist from the beginning, and can be loaded."""
-    matrices = [x for x in model.parameters() if x.dim() >= 2]
-    others = [x for x in model.parameters() if x.dim() < 2]
-    groups = [
+    matrices, others = ([x for x in model.parameters() if (x.dim() >= 2) == wide] for wide in (True, False))
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": others},
     ]
-    made = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    betas = (config.beta1, config.beta2)
+    made = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, weight_decay=0.0)
     for x in model.parameters():
         averages = {"exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
         made.state[x] = {"step": torch.tensor(0.0), **averages}

@@ -25,16 +25,13 @@ class Metrics:
 
     def __init__(self, folder: Path, config: TrainConfig, step: int, stream: IO[str] | None = None) -> None:
         self.config, self.stream = config, sys.stderr if stream is None else stream
+        self.is_live = self.stream.isatty()
         self.events: Any = None
         if config.tensorboard:
-            check_tensorboard()
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self.events = tensorboard_writer()(str(folder / "tensorboard"), purge_step=step + 1)
         kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
         replace_file(folder / METRICS_FILE, "".join(kept))
         self.file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
-        self.is_live = self.stream.isatty()
         self.begin, self.tokens = time.perf_counter(), 0
 
     def tell_step(self, step: int, loss: float, rate: float, norm: float, seconds: float) -> None:
@@ -43,28 +40,23 @@ class Metrics:
         tokens = config.batch_size * config.context_length
         self.tokens += tokens
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
-        self._write({"step": step, **figures, "seconds": seconds, "tokens_per_second": tokens / seconds})
-        self._tell_tensorboard(step, {f"train/{name}": value for name, value in figures.items()})
+        speed = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        self._write({"step": step, **figures, **speed}, {f"train/{name}": x for name, x in figures.items()})
         if step % config.log_every == 0 or step == config.steps or self.is_live:
-            speed = self.tokens / (time.perf_counter() - self.begin)
-            left = timedelta(seconds=round((config.steps - step) * tokens / speed))
+            pace = self.tokens / (time.perf_counter() - self.begin)
+            left = timedelta(seconds=round((config.steps - step) * tokens / pace))
             clock = str(left).removeprefix("0:").removeprefix("0")
-            text = f"step {step}/{config.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  {clock} left"
-            # Drawn over the line before: one line for all, which messages then push up.
-            self.stream.write(f"\r\033[K{text}" if self.is_live else f"{text}\n")
-            self.stream.flush()
+            text = f"step {step}/{config.steps}  loss {loss:.4f}  {pace:,.0f} tokens/s  {clock} left"
+            self.say(text, end="" if self.is_live else "\n")  # messages push the one live line up
 
     def tell_validation(self, step: int, result: dict[str, Any]) -> None:
-        self._write({"step": step, "validation": result})
-        self._tell_tensorboard(step, {"validation/bits_per_byte": result["bits_per_byte"]})
-        classes = ", ".join(f"{name}: {bits:.3f}" for name, bits in result["by_context"].items())
-        bits = f"{result['bits_per_byte']:.4f} bits per byte"
-        self.say(f"step {step}: validation {bits} (by context {classes})")
+        bits = result["bits_per_byte"]
+        self._write({"step": step, "validation": result}, {"validation/bits_per_byte": bits})
+        classes = ", ".join(f"{name}: {value:.3f}" for name, value in result["by_context"].items())
+        self.say(f"step {step}: validation {bits:.4f} bits per byte (by context {classes})")
 
-    def say(self, *texts: str) -> None:
-        """Messages that stay."""
-        for text in texts:
-            self.stream.write(f"\r\033[K{text}\n" if self.is_live else f"{text}\n")
+    def say(self, text: str, end: str = "\n") -> None:
+        self.stream.write(f"\r\033[K{text}{end}" if self.is_live else f"{text}{end}")
         self.stream.flush()
 
     def sync(self) -> None:
@@ -78,13 +70,11 @@ class Metrics:
         if self.is_live:
             self.stream.write("\n")
 
-    def _write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
+    def _write(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-
-    def _tell_tensorboard(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items() if self.events is not None else ():
-            self.events.add_scalar(name, value, step)
+        for name, value in scalars.items() if self.events is not None else ():
+            self.events.add_scalar(name, value, line["step"])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -105,10 +95,11 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def check_tensorboard() -> None:
-    """Raises unless TensorBoard is installed."""
+def tensorboard_writer() -> Any:
+    """The class that writes events; an error says how to install TensorBoard."""
     try:
-        from torch.utils import tensorboard  # noqa: F401
+        from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         advice = "pip install 'dilated-attention[train]'"
         raise ConfigError(f"tensorboard needs the package tensorboard, which is missing: {advice}") from None
+    return SummaryWriter

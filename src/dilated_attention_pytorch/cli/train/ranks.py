@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. Ranks of one ring hold parts of the same sequences; rings have their own."""
+    """Where this process stands. A ring's ranks hold shards of the same sequences."""
 
     device: torch.device
     rank: int = 0
@@ -47,14 +47,14 @@ class Ranks:
         """The rows of this rank's ring, of those of all rings."""
         return rows.chunk(self.num_rings)[self.rank // self.ring_size]
 
-    def own_part(self, rows: Tensor) -> Tensor:
-        """This rank's part of sequences (b, n) that its ring shares, on its device."""
+    def shard(self, rows: Tensor) -> Tensor:
+        """This rank's shard of sequences (b, n) that its ring shares, on its device."""
         if self.mesh is not None and self.ring_size > 1:
             rows = shard_sequence(rows, group=self.mesh["ring"])
         return rows.to(self.device)
 
-    def own_bounds(self, n: int) -> tuple[int, int]:
-        """Where this rank's part of n tokens begins and ends."""
+    def bounds(self, n: int) -> tuple[int, int]:
+        """Where this rank's shard of n tokens begins and ends."""
         if self.mesh is None or self.ring_size == 1:
             return 0, n
         return shard_bounds(n, self.mesh["ring"])
@@ -67,14 +67,13 @@ class Ranks:
 
     def any(self, fact: bool) -> bool:
         """Whether it is so on any rank; all ranks hear the same."""
-        return fact if self.size == 1 else bool(self.sum(torch.tensor(int(fact), device=self.device)).item())
+        return bool(self.sum(torch.tensor(int(fact), device=self.device)).item())
 
     def told(self, value: _T) -> _T:
         """The first rank's value, which must be plain data."""
-        if self.size == 1:
-            return value
         held = [value]
-        dist.broadcast_object_list(held, src=0, device=self.device)
+        if self.size > 1:
+            dist.broadcast_object_list(held, src=0, device=self.device)
         return held[0]
 
 
@@ -143,7 +142,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def place_model(model: LongNetLM, ranks: Ranks, shard_parameters: bool) -> None:
-    """Gives the attention its ring, and the ranks their parts of the parameters."""
+    """Gives the attention its ring, and with `shard_parameters` each rank a shard of the parameters."""
     model.to(ranks.device)
     if ranks.mesh is None:
         return
@@ -153,34 +152,5 @@ def place_model(model: LongNetLM, ranks: Ranks, shard_parameters: bool) -> None:
             module.ring = ring
     if shard_parameters:
         everyone = init_device_mesh(ranks.device.type, (ranks.size,))
-        for layer in model.decoder.layers:
-            fully_shard(layer, mesh=everyone)
-        fully_shard(model, mesh=everyone)
-
-
-def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules whose parameters FSDP2 shards."""
-    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
-
-
-def backward(loss: Tensor, model: nn.Module, ranks: Ranks) -> None:
-    """Adds the gradients of the sum of all ranks' losses; `sum_gradients` is to follow."""
-    # FSDP2 averages over the ranks, and gloo knows no other division.
-    factor = ranks.size if sharded_modules(model) else 1
-    (loss * factor).backward()  # type: ignore[no-untyped-call]
-
-
-def hold_gradients(model: nn.Module, held: bool) -> None:
-    """Whether backward leaves gradients on the ranks, because more of them will be added."""
-    for module in sharded_modules(model):
-        module.set_requires_gradient_sync(not held, recurse=False)
-
-
-def sum_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Sums gradients over all ranks, unless backward has done it for parameters that are sharded."""
-    if ranks.size == 1 or sharded_modules(model):
-        return
-    gradients = [x.grad for x in model.parameters() if x.grad is not None]
-    flat = ranks.sum(torch.cat([x.flatten() for x in gradients]))
-    for gradient, part in zip(gradients, torch.split(flat, [x.numel() for x in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+        for part in (*model.decoder.layers, model):
+            fully_shard(part, mesh=everyone)
