@@ -78,12 +78,6 @@ def test_mistakes_are_told_before_anything_is_measured(
     assert f"dilated-attention demo: error: {message}\n" == capsys.readouterr().err
 
 
-def test_steps_and_seconds_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--steps", "5", "--train-seconds", "5"])
-    assert "not allowed with" in capsys.readouterr().err
-
-
 def test_inexact_library_is_neither_timed_nor_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,74 +109,54 @@ def test_parts_that_are_missing_say_why(
     assert page.count(CHARTS_ADVICE) == 1
     assert 'id="time"' not in page
     assert "2,000" in page  # the table is there without charts
-
-
-def test_python_without_its_source_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(exactness, "run_checks", lambda: iter([CHECKED]))
-    monkeypatch.setattr(parts, "measure_costs", lambda *_: iter(ROWS))
-    (tmp_path / "a.py").write_text("x = 1\n")  # as little as distributions of bytecode have
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(parts, "source_files", list)
     code, page = run_demo(tmp_path / "r.html")
     assert code == 0
     assert "This Python comes without the source of its library" in page
 
 
+@pytest.mark.parametrize("is_failure", [True, False])
 @pytest.mark.parametrize(
-    ("owner", "name", "part", "kept"),
+    ("part", "owner", "name", "rows", "plots"),
     [
-        (exactness, "run_checks", "check", "pattern-blocks"),
-        (parts, "measure_costs", "measurement", "loss"),
-        (parts, "train_model", "training", "time"),
+        ("check", exactness, "run_checks", 0, []),
+        ("measurement", parts, "measure_costs", 1, ["time", "memory"]),
+        ("training", parts, "train_model", 3, ["time", "memory", "loss"]),
     ],
 )
-def test_a_part_that_fails_leaves_a_report_of_the_rest(
-    owner: Any, name: str, part: str, kept: str, quick: object, monkeypatch: Any, tmp_path: Path, capsys: Any
-) -> None:
-    def fail(*_: Any) -> Iterator[Any]:
-        raise RuntimeError("no space left")
-        yield
-
-    monkeypatch.setattr(owner, name, fail)
-    code, page = run_demo(tmp_path / "r.html", "--steps", "1")
-    assert code == 1
-    for text in (" ".join(capsys.readouterr().out.split()), page):
-        assert f"The {part} failed: no space left" in text
-    assert f'id="{kept}"' in page
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "before", "rows", "plots"),
-    [
-        (exactness, "run_checks", [CHECKED], 0, set()),
-        (parts, "measure_costs", ROWS[:1], 1, {"time", "memory"}),
-        (parts, "train_model", None, 3, {"time", "memory", "loss"}),
-    ],
-)
-def test_interrupts_keep_what_was_found(
+def test_failures_and_interrupts_keep_what_was_found(
+    part: str,
     owner: Any,
     name: str,
-    before: Any,
     rows: int,
-    plots: set[str],
+    plots: list[str],
+    is_failure: bool,
     quick: object,
-    monkeypatch: Any,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    capsys: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     real = getattr(owner, name)
 
-    def interrupted(*arguments: Any) -> Iterator[Any]:
-        yield from (next(real(*arguments)) for _ in range(1)) if before is None else before
-        raise KeyboardInterrupt
+    def broken(*arguments: Any) -> Iterator[Any]:
+        yield next(real(*arguments))
+        raise RuntimeError("no space left") if is_failure else KeyboardInterrupt
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(owner, name, broken)
     code, page = run_demo(tmp_path / "r.html", "--steps", "1", "--json")
     told = json.loads(capsys.readouterr().out)
-    assert (code, len(told["checks"]), len(told["rows"]), told["is_interrupted"]) == (130, 1, rows, True)
-    assert "Stopped early. 1 of 1 checks against the definition pass." in page
-    assert {plot for plot in ("time", "memory", "loss") if f'id="{plot}"' in page} == plots
-    assert "The demo was interrupted before this was done." in page
-    assert "What it writes" not in page
+    assert (code, told["is_interrupted"]) == ((1, False) if is_failure else (130, True))
+    assert (len(told["checks"]), len(told["rows"])) == (1, rows)
+    goes_on = ["loss"] if is_failure and part == "measurement" else []
+    assert [plot for plot in ("time", "memory", "loss") if f'id="{plot}"' in page] == plots + goes_on
+    reason = f"The {part} failed: no space left" if is_failure else demo.INTERRUPTION
+    assert reason == told["missing"][part]
+    assert f"<p>{reason}</p>" in page
+    stopped = "" if is_failure else "Stopped early. "
+    assert f"{stopped}1 of 1 checks against the definition pass." in told["summary"]
+    assert (reason in told["summary"]) == is_failure
+    assert ("What it writes" in page) == bool(goes_on)
+    assert 'id="pattern-blocks"' in page
 
 
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
@@ -230,22 +204,17 @@ def test_terminals_and_files_are_told_the_same(quick: object, monkeypatch: pytes
     assert max(map(len, told[0].splitlines())) <= 80
     assert "\x1b" not in told[0]
     assert "step 12/12, " in told[1]  # the line of progress
+
+
+def test_words_hold_what_was_measured() -> None:
     assert demo.row_cells(ROWS[0]) == ("1,024", "10.1", "10.1", "10.1", "1.0 x", "2.0", "2.0", "2.0")
     assert demo.row_cells(ROWS[2]) == ("4,096", "-", "1,000", "-", "-", "-", "2.0", "-")
-
-
-def test_summary_holds_what_was_measured() -> None:
     assert demo.summarize(ROWS) == (
         "At 2,048 tokens dense attention took 2.0 s and dilated attention 500.0 ms: 4.0 times as fast. "
         "Dilated attention went on to 4,096 tokens in 1.0 s, 4,096 tokens a second."
     )
     assert "went on" not in demo.summarize(ROWS[:2])
     assert demo.summarize([]) == "Nothing was timed."
-
-
-def test_branches_are_the_library_s_for_these_heads() -> None:
-    assert parts.ladder(1024) == ((2048,), (1,))
-    assert parts.ladder(16384) == branches_for(16384, parts.HEADS)
     longest = parts.ladder(2**20)  # without the warning, which is an error here
     with pytest.warns(UserWarning, match="8 heads"):
         assert longest == branches_for(2**20, parts.HEADS)
@@ -292,19 +261,14 @@ def test_budget_is_kept_after_the_first_length(budget: float) -> None:
     assert max(map(len, lengths.values())) == 1 or machine.now <= budget
 
 
-def test_measured_are_those_that_were_asked_for() -> None:
+def test_calls_that_were_asked_for_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     row = parts.measure_row(1024, names=("dilated", "block-sparse"), rounds=1)
     assert set(row.seconds) == set(row.peaks) == {"dilated", "block-sparse"}
     assert all(seconds > 0 for seconds in row.seconds.values())
-    if parts.peak_of(lambda: None) is not None:
-        out = 4 * 1024 * parts.HEADS * parts.HEAD_DIM
-        assert all(out <= (peak or 0) <= 100 * out for peak in row.peaks.values())
-
-
-def test_peak_is_what_a_call_holds_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if parts.peak_of(lambda: None) is None:
         pytest.skip("the peak of a process is read from /proc, and reset there")
-    size = 2**25
+    out, size = 4 * 1024 * parts.HEADS * parts.HEAD_DIM, 2**25
+    assert all(out <= (peak or 0) <= 100 * out for peak in row.peaks.values())
     assert parts.peak_of(lambda: None) == pytest.approx(0, abs=2**20)
     for _ in range(2):  # what the first call freed does not hide the second
         # The largest of a few: the system may take back pages of files meanwhile, and hide one.
@@ -328,11 +292,8 @@ def test_the_model_learns_and_writes(quick: list[str]) -> None:
     assert found.sample == steps[-1][2]
     assert (found.sample or "").count("abcd") > 10
     assert "19,200 bytes of 1 files to learn from, 800 bytes kept for validation" in found.model
-
-
-def test_training_ends_when_it_is_late(quick: list[str]) -> None:
-    *_, found = parts.train_model(quick, 50, limit=0.0)
-    assert (found.steps, found.steps_planned, found.validations) == (1, 50, [])
+    *_, late = parts.train_model(quick, 50, limit=0.0)
+    assert (late.steps, late.steps_planned, late.validations) == (1, 50, [])
 
 
 def test_steps_are_planned_for_the_time(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +306,13 @@ def test_steps_are_planned_for_the_time(quick: list[str], monkeypatch: pytest.Mo
         assert parts.plan_steps(quick, seconds) == steps
 
 
-def test_data_are_python_sources_in_order() -> None:
+def test_data_are_python_sources_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = parts.source_files()
     assert files == sorted(files)
     assert any(name.endswith("argparse.py") for name in files)
     config = parts.start_run(files, 400).config
     assert config.validate_every == 50
     assert config.segment_lengths[-1] == config.context_length
+    (tmp_path / "a.py").write_text("x = 1\n")  # as little as distributions of bytecode have
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert parts.source_files() == []

@@ -98,6 +98,7 @@ def test_usage_errors_say_what_is_wrong_without_torch(command_line: str, message
         ("bench --lengths 1,048,576", "commas separate the numbers of a list, got '048'"),
         ("plan --length 1k --memory 24", "--memory: 24 is 24 bytes; did you mean 24GiB?"),
         ("plan --length 1k --memory 8192", "8192 is 8192 bytes; did you mean 8192MiB?"),
+        ("demo --steps 5 --train-seconds 5", "not allowed with"),
         ("bench --limit 8", "--limit: 8 is 8 bytes; did you mean 8GiB?"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -65,7 +66,16 @@ def paint(text: str, colour: str, stream: IO[str] | None = None) -> str:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    """JSON has no NaN and no infinity: they become null."""
+    print(json.dumps(_without_nan(value), indent=2))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def labelled(name: str, *values: str) -> Iterator[str]:
