@@ -60,24 +60,6 @@ def run_demo(out: Path, *arguments: str) -> tuple[int, str]:
     return main(["demo", *arguments, "--out", str(out)]), unescape(out.read_text())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--seconds 0", "--seconds must be positive, got 0.0"),
-        ("--seconds inf", "--seconds must be positive, got inf"),
-        ("--train-seconds -1", "--train-seconds must be 0 or more, got -1.0"),
-        ("--out no/such/place.html", "no/such/place.html cannot be written: there is no directory no/such"),
-        ("--out .", ". cannot be written: it is a directory"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_measured(
-    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "gather", lambda *_: pytest.fail("measured in spite of a mistake"))
-    assert main(["demo", *arguments.split()]) == 2
-    assert f"dilated-attention demo: error: {message}\n" == capsys.readouterr().err
-
-
 def test_inexact_library_is_neither_timed_nor_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

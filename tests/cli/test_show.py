@@ -184,22 +184,6 @@ def test_shrunk_maps_keep_their_mean() -> None:
     assert torch.equal(shrink(counts, 64), counts.double())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--segments 8 --rates 1,2", "segment_lengths and dilation_rates must have the same length"),
-        ("--length 100000", "--length must be at most"),
-        ("--out picture.gif", "--out must end in .png or .svg, got picture.gif"),
-        ("--head 4", "--head must lie in 0 to 3, got 4"),
-        ("--pattern adaptive", "an adaptive pattern depends on queries and keys"),
-        ("--pattern random --density 0", "sparsity_ratio is the fraction kept"),
-    ],
-)
-def test_mistakes_are_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_picture_that_cannot_be_written_is_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
