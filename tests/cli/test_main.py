@@ -46,6 +46,7 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
     result = run_program(name, "--help", code=WITHOUT_TORCH)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"usage: dilated-attention {name}")
+    assert f"\n    dilated-attention {name} " in result.stdout.replace("\n  dil", "\n    dil")  # an example
 
 
 def test_help_answers_within_its_time() -> None:
