@@ -197,10 +197,12 @@ def test_words_hold_what_was_measured() -> None:
     )
     assert "went on" not in demo.summarize(ROWS[:2])
     assert demo.summarize([]) == "Nothing was timed."
-    longest = parts.ladder(2**20)  # without the warning, which is an error here
+    longest = parts.branches_at(2**20)  # without the warning, which is an error here
     with pytest.warns(UserWarning, match="8 heads"):
         assert longest == branches_for(2**20, parts.HEADS)
-    assert max(parts.ladder(demo.EXAMPLE)[1]) <= parts.HEADS < max(parts.ladder(2 * demo.EXAMPLE)[1])
+    assert (
+        max(parts.branches_at(demo.EXAMPLE)[1]) <= parts.HEADS < max(parts.branches_at(2 * demo.EXAMPLE)[1])
+    )
 
 
 class FakeMachine:

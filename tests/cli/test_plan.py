@@ -229,4 +229,4 @@ def test_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str])
     assert 'device="cuda:1"' in found["code"]
     compile(found["code"], "code", "exec")
     on_cpu = plan(capsys, "--length", "128k", "--dtype", "float16", "--memory", "16GB")
-    assert found["memory"]["workspace"] < on_cpu["memory"]["workspace"]  # no tiles in float32
+    assert found["memory"]["workspace"] < on_cpu["memory"]["workspace"]  # no rows in float32

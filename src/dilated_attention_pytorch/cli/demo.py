@@ -19,10 +19,10 @@ from .bench import exactness
 from .bench.exactness import Check
 from .bench.measure import machine_facts, project_facts
 from .bench.record import check_places, write_text
-from .demo_parts import HEAD_DIM, HEADS, PROMPT, SAMPLING, Row, Training, ladder
+from .demo_parts import HEAD_DIM, HEADS, PROMPT, SAMPLING, Row, Training, branches_at
 from .report import Page, Series, line_chart
 from .show import svg_of
-from .text import is_fancy, paint, print_json, show_bytes, show_seconds
+from .text import paint, print_json, show_bytes, show_seconds, wants_colours
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 INTERRUPTION = "The demo was interrupted before this was done."
@@ -33,7 +33,7 @@ NAMES = ("dense", "dilated", "block-sparse")
 HEADINGS = ("tokens", "dense ms", "dilated", "blocks", "speed-up", "dense MiB", "dilated", "blocks")
 WIDTHS = (10, 10, 9, 9, 10, 11, 9, 9)
 EXAMPLE = 2**17  # tokens whose branches are named: the most that these heads serve wholly
-BRANCHES = ", ".join(f"{w}/{r}" for w, r in zip(*ladder(EXAMPLE), strict=True))
+BRANCHES = ", ".join(f"{w}/{r}" for w, r in zip(*branches_at(EXAMPLE), strict=True))
 CALLS = f"""\
 One causal forward call in float32, {HEADS} heads of {HEAD_DIM}, the fastest of several. Branches for
 {EXAMPLE:,} tokens, as segment length / dilation rate: {BRANCHES}. Beyond, rates exceed
@@ -109,7 +109,7 @@ class Screen:
 
     def tell(self, text: str) -> None:
         """Replaces the line of progress, which only a terminal has."""
-        if is_fancy(self.stream):
+        if wants_colours(self.stream):
             print(f"\r\x1b[2K{text[:WIDTH]}", end="", file=self.stream, flush=True)
 
 

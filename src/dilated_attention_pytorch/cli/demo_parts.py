@@ -64,7 +64,7 @@ class Row:
         return self.seconds["dense"] / self.seconds["dilated"] if both else None
 
 
-def ladder(n: int) -> Branches:
+def branches_at(n: int) -> Branches:
     """Segment lengths and rates as the library chooses them; the report tells of rates above the heads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -93,7 +93,7 @@ def measure_row(n: int, *, names: Collection[str], rounds: int) -> Row:
 
 
 def _calls(n: int) -> dict[str, Callable[[], object]]:
-    segment_lengths, dilation_rates = branches = ladder(n)
+    segment_lengths, dilation_rates = branches = branches_at(n)
     config = SparsePatternConfig("dilated_sparse", min(1.0, 2 * KEPT / n), BLOCK)
     named: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
     pattern = build_block_pattern(config, n, HEADS, is_causal=True, **named)

@@ -55,14 +55,14 @@ def byte_count(text: str) -> int:
     return int(number * _UNITS[found[2].lower()])
 
 
-def is_fancy(stream: IO[str]) -> bool:
+def wants_colours(stream: IO[str]) -> bool:
     """Whether it is a terminal that wants colours; see no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, colour: str, stream: IO[str] | None = None) -> str:
     """The text in a colour of `CODES`, where the stream, by default standard output, wants colours."""
-    return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if is_fancy(stream or sys.stdout) else text
+    return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if wants_colours(stream or sys.stdout) else text
 
 
 def print_json(value: Any) -> None:
