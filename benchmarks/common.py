@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -154,11 +155,25 @@ def arena_calls(config: Config, calls: Sequence[tuple[int, int]]) -> list[list[T
     return [[arena.take(shape) for arena in arenas] for shape in shapes]
 
 
-def measure_peak(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """What a function gives, and the peak memory that it adds to what is there."""
-    before = reset_peak_memory()
+def run_calls(config: Config, calls: Sequence[Sequence[Tensor]], backward: bool, **how: Any) -> None:
+    """All calls through the public function; with `backward` the gradients of q, k and v."""
+    for q, k, v, grad_out in calls:
+        leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+        out, _ = attend(config, *leaves, **how)
+        if backward:
+            torch.autograd.grad(out, leaves, grad_out)
+
+
+def measure_once(function: Callable[[], Any]) -> tuple[Any, dict[str, int], float]:
+    """What a function gives, the peak memory that it adds to what is there, and its seconds."""
+    before, start = reset_peak_memory(), time.perf_counter()
     found = function()
-    return found, {"peak_extra": read_status("VmHWM") - before}
+    seconds = time.perf_counter() - start
+    return found, {"peak_extra": read_status("VmHWM") - before}, seconds
+
+
+def ratio(counts: Mapping[str, float], over: str, under: str) -> float | None:
+    return counts[over] / counts[under] if counts.keys() >= {over, under} else None
 
 
 def time_figures(found: Measured, name: str, base: str, target: float | None = None) -> list[Figure]:
@@ -178,19 +193,19 @@ def run_case(case: Any, say: Say) -> Result:
 
 
 def gather(
-    name: str, parts: Mapping[str, Measured], error: float | None = None, dtype: str = "float32"
+    case: Any, parts: Mapping[str, Measured], error: float | None = None, separator: str = " "
 ) -> Measured:
     """What several processes measured, counts and times with their part's name; refuses wrong answers."""
-    found = Measured(error)
-    for part, each in parts.items():
-        label = f"{{}} {part}".format if part else str
-        why_not = found.why_not or each.why_not
-        if each.error is not None:
-            error = max(error or 0.0, gate.accept(name, each.error, dtype))
-        counts = {**found.counts, **{label(key): count for key, count in each.counts.items()}}
-        seconds = {**found.seconds, **{label(key): values for key, values in each.seconds.items()}}
-        found = Measured(error, counts, seconds, why_not)
-    return found
+    counts, seconds, why_not = {}, {}, None
+    for part, found in parts.items():
+        end = f"{separator}{part}" if part else ""
+        counts |= {f"{name}{end}": count for name, count in found.counts.items()}
+        seconds |= {f"{name}{end}": values for name, values in found.seconds.items()}
+        why_not = why_not or found.why_not
+        if found.error is not None:
+            dtype = getattr(case.config, "dtype", "float32")
+            error = max(error or 0.0, gate.accept(case.name, found.error, dtype))
+    return Measured(error, counts, seconds, why_not)
 
 
 def show_branches(config: dict[str, Any]) -> str:

@@ -18,30 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
-from common import (
-    BACKWARD_OP,
-    FORWARD_OP,
-    QUICK_CONFIG,
-    WARMUP_LENGTH,
-    Arena,
-    Config,
-    Say,
-    arena_calls,
-    attend,
-    main,
-    make_call,
-    measure_peak,
-    reduced_error,
-    run_case,
-    show_config,
-    time_figures,
-)
+import common
+from common import Config, Say, main, make_call, reduced_error, run_case
 from torch import Tensor
 
 from dilated_attention_pytorch.cli.bench.gate import accept
 from dilated_attention_pytorch.cli.bench.measure import Measured, interleave, measure_in_child, read_status
-from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.core import reset_global_pattern_cache
 from dilated_attention_pytorch.kernels.batches import batches_of
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated
@@ -78,7 +61,7 @@ class TimeCase:
         return Measured(error, {"flops": count_flops(self)}, timings)
 
     def figures(self, found: Measured) -> list[Figure]:
-        return time_figures(found, "dilated", "bare", self.target)
+        return common.time_figures(found, "dilated", "bare", self.target)
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,7 @@ class MemoryCase:
         return run_in_child(self, measure_memory, nbytes, say)
 
     def figures(self, found: Measured) -> list[Figure]:
-        over = ratio(found.counts, "peak_extra", "results")
+        over = common.ratio(found.counts, "peak_extra", "results")
         return [Figure("peak extra memory over bytes of results", over, target=self.target)]
 
 
@@ -120,7 +103,7 @@ class LongCase:
 
     def figures(self, found: Measured) -> list[Figure]:
         peak = Figure("peak memory", found.counts.get("peak_total"), "bytes", self.memory_target)
-        return [peak, *time_figures(found, "long", "base", self.time_target)]
+        return [peak, *common.time_figures(found, "long", "base", self.time_target)]
 
 
 def run_in_child(case: Any, measure: Callable[..., Measured], nbytes: int, say: Say) -> Measured:
@@ -128,22 +111,17 @@ def run_in_child(case: Any, measure: Callable[..., Measured], nbytes: int, say: 
     say(f"{case.name}: checking")
     error = accept(case.name, reduced_error(case.config, case.n, backward=True))
     say(f"{case.name}: right within {error:.0e} when reduced, measuring in a process of its own")
-    found = measure_in_child(measure, case, needed=nbytes)
-    return replace(found, error=max(error, accept(case.name, found.error or 0.0)))
+    return common.gather(case, {"": measure_in_child(measure, case, needed=nbytes)}, error)
 
 
 def dilated_candidate(case: TimeCase) -> Candidate:
-    """All calls of a case through the public function; with backward, the gradients of q, k and v."""
-    calls = arena_calls(case.config, case.calls)
+    """All calls of a case."""
+    calls = common.arena_calls(case.config, case.calls)
 
     def run() -> None:
         if case.new_lengths:
             reset_global_pattern_cache()
-        for tensors in calls:
-            q, k, v = leaves = [x.detach().requires_grad_(case.backward) for x in tensors[:3]]
-            out, _ = attend(case.config, q, k, v)
-            if case.backward:
-                torch.autograd.grad(out, leaves, tensors[3])
+        common.run_calls(case.config, calls, case.backward)
 
     return run
 
@@ -154,16 +132,16 @@ def bare_candidate(case: TimeCase) -> Candidate:
     forward_tiles = _ready_tiles(case, "forward")
     backward_tiles = []
     ready = _ready_tiles(case, "backward") if case.backward else []
-    gradients = Arena([tuple(q.shape) for q, *_ in ready], 3)
+    gradients = common.Arena([tuple(q.shape) for q, *_ in ready], 3)
     for q, k, v, is_causal in ready:
-        out, lse = FORWARD_OP(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
+        out, lse = common.FORWARD_OP(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
         backward_tiles.append((gradients.take(tuple(q.shape)), q, k, v, out, lse, 0.0, is_causal))
 
     def run() -> None:
         for q, k, v, is_causal in forward_tiles:
-            FORWARD_OP(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
+            common.FORWARD_OP(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
         for tile in backward_tiles:
-            BACKWARD_OP(*tile, attn_mask=None, scale=scale)
+            common.BACKWARD_OP(*tile, attn_mask=None, scale=scale)
 
     return run
 
@@ -185,7 +163,7 @@ def _ready_tiles(case: TimeCase, direction: Direction) -> list[tuple[Tensor, Ten
     batches = [batch for plan in plans for _, each in batches_of(plan, 4) for batch in each]
     q_shapes = [(*batch.queries.shape, d) for batch in batches]
     k_shapes = [(*batch.keys[0].rows.shape, d) for batch in batches]
-    q, k, v = Arena(q_shapes, 0), Arena(k_shapes, 1), Arena(k_shapes, 2)
+    q, k, v = common.Arena(q_shapes, 0), common.Arena(k_shapes, 1), common.Arena(k_shapes, 2)
     return [
         (q.take(q_shape), k.take(k_shape), v.take(k_shape), batch.keys[0].is_causal)
         for batch, q_shape, k_shape in zip(batches, q_shapes, k_shapes, strict=True)
@@ -194,15 +172,15 @@ def _ready_tiles(case: TimeCase, direction: Direction) -> list[tuple[Tensor, Ten
 
 def measure_memory(case: MemoryCase) -> Measured:
     """Peak memory above the inputs', which are in place, as is all that the libraries set up once."""
-    make_call(case.config, 1, WARMUP_LENGTH, backward=case.backward).run()
+    make_call(case.config, 1, common.WARMUP_LENGTH, backward=case.backward).run()
     call = make_call(case.config, 1, case.n, backward=case.backward)
-    results, counts = measure_peak(call.run)
+    results, counts, _ = common.measure_once(call.run)
     return Measured(call.error(results), {**counts, "results": sum(x.nbytes for x in results)})
 
 
 def measure_long(case: LongCase) -> Measured:
     """Time of one long call against as many short ones as give its length; peak memory of the process."""
-    make_call(case.config, 1, WARMUP_LENGTH).run()
+    make_call(case.config, 1, common.WARMUP_LENGTH).run()
     call = make_call(case.config, 1, case.n)
     starts = range(0, case.n, case.base_n)
     pieces = [[x[:, start : start + case.base_n] for x in call.inputs] for start in starts]
@@ -246,17 +224,18 @@ CASES = (
     MemoryCase("memory of forward + backward", _MEMORY, 131072, backward=True, target=1.25),
     LongCase("a million positions", _LONG, 2**20, 2**16, memory_target=19 * GIB // 2, time_target=1.15),
 )
-_CAUSAL = replace(QUICK_CONFIG, is_causal=True)
+_QUICK = common.QUICK_CONFIG
+_CAUSAL = replace(_QUICK, is_causal=True)
 QUICK = (
     TimeCase("quick causal forward + backward", _CAUSAL, ((1, 512),), backward=True, repeats=3),
-    TimeCase("quick short", QUICK_CONFIG, varied_calls(6, (1, 4), (32, 256)), new_lengths=True, repeats=3),
-    MemoryCase("quick memory", QUICK_CONFIG, 16384, backward=True),
-    LongCase("quick long", QUICK_CONFIG, 16384, 4096, repeats=1),
+    TimeCase("quick short", _QUICK, varied_calls(6, (1, 4), (32, 256)), new_lengths=True, repeats=3),
+    MemoryCase("quick memory", _QUICK, 16384, backward=True),
+    LongCase("quick long", _QUICK, 16384, 4096, repeats=1),
 )
 
 
 def describe_calls(case: dict[str, Any]) -> str:
-    what, calls = show_config(case["config"]), case["calls"]
+    what, calls = common.show_config(case["config"]), case["calls"]
     b, n = zip(*calls, strict=True)
     if len({(b, n) for b, n in calls}) > 1:
         return f"{len(calls)} calls, b = {min(b)} to {max(b)}, n = {min(n)} to {max(n)}, {what}"
@@ -265,7 +244,7 @@ def describe_calls(case: dict[str, Any]) -> str:
 
 
 def describe_length(case: dict[str, Any]) -> str:
-    return f"n = {case['n']}, {show_config(case['config'])}"
+    return f"n = {case['n']}, {common.show_config(case['config'])}"
 
 
 def time_table(results: Sequence[Result]) -> Table:

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
+import common
 import torch
-from common import (
-    QUICK_CONFIG,
-    WARMUP_LENGTH,
-    Config,
-    Say,
-    arena_calls,
-    attend,
-    main,
-    make_call,
-    reduced_error,
-    run_case,
-)
+from common import Config, Say, main, make_call, reduced_error, run_case
 from cpu import describe_calls, varied_calls
 
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept
@@ -34,7 +25,7 @@ from dilated_attention_pytorch.cli.bench.measure import (
     read_status,
     reset_peak_memory,
 )
-from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.core import AttentionBufferManager
 
 LONGEST_CHECKED = 32768  # longer calls have their rows checked where their memory is measured
@@ -63,17 +54,13 @@ class PoolCase:
         error = accept(self.name, check(self, manager))
         say(f"{self.name}: right within {error:.0e}, the same with each memory, timing {self.repeats} rounds")
         timings = interleave(candidates(self, manager), self.repeats)
-        counts: dict[str, int] = {}
-        why_not = None
         largest = max(b * n for b, n in self.calls)
         needed = 4 * largest * self.config.h * ((8 if self.backward else 4) * self.config.d + 1)
-        for memory in ("fresh", "pool", "manager"):
-            found = measure_in_child(measure_pool, self, memory, needed=needed)
-            why_not = why_not or found.why_not
-            if found.error is not None:
-                error = max(error, accept(self.name, found.error))
-            counts |= {f"{name}_{memory}": nbytes for name, nbytes in found.counts.items()}
-        return Measured(error, counts, timings, why_not)
+        found = {
+            memory: measure_in_child(measure_pool, self, memory, needed=needed)
+            for memory in ("fresh", "pool", "manager")
+        }
+        return replace(common.gather(self, found, error, "_"), seconds=timings)
 
     def figures(self, found: Measured) -> list[Figure]:
         """By kind of memory the ratio of minimal times to that with fresh memory; then of peak memory."""
@@ -87,7 +74,7 @@ class PoolCase:
             *(
                 Figure(
                     f"peak memory with {name}",
-                    ratio(found.counts, f"peak_{name}", "peak_fresh"),
+                    common.ratio(found.counts, f"peak_{name}", "peak_fresh"),
                     target=self.memory_target,
                 )
                 for name in ("pool", "manager")
@@ -111,28 +98,18 @@ def check(case: PoolCase, manager: AttentionBufferManager) -> float:
 
 def candidates(case: PoolCase, manager: AttentionBufferManager) -> dict[str, Callable[[], object]]:
     """The calls of a case with fresh memory and with each kind of pooled memory, on the same tensors."""
-    calls = arena_calls(case.config, case.calls)
-
-    def candidate(memory: str, use_pattern_cache: bool = True) -> Callable[[], object]:
-        def run() -> None:
-            for tensors in calls:
-                q, k, v = leaves = [x.detach().requires_grad_(case.backward) for x in tensors[:3]]
-                out, _ = attend(case.config, q, k, v, memory=memory, use_pattern_cache=use_pattern_cache)
-                if case.backward:
-                    torch.autograd.grad(out, leaves, tensors[3])
-
-        return run
-
+    calls = common.arena_calls(case.config, case.calls)
+    candidate = partial(common.run_calls, case.config, calls, case.backward)
     names = {"fresh": "fresh", "pool": "pool", "lightweight": "lightweight", "manager": manager.name}
-    pooled = {name: candidate(memory) for name, memory in names.items()}
-    return {**pooled, "no plan cache": candidate("fresh", use_pattern_cache=False)}
+    pooled = {name: partial(candidate, memory=memory) for name, memory in names.items()}
+    return {**pooled, "no plan cache": partial(candidate, use_pattern_cache=False)}
 
 
 def measure_pool(case: PoolCase, memory: str) -> Measured:
     """Peak memory above the inputs' over a few calls, in which a pool fills and is used again."""
     manager = AttentionBufferManager()
     memory = manager.name if memory == "manager" else memory
-    make_call(case.config, 1, WARMUP_LENGTH, backward=case.backward).run()
+    make_call(case.config, 1, common.WARMUP_LENGTH, backward=case.backward).run()
     largest = max(b for b, _ in case.calls), max(n for _, n in case.calls)
     call = make_call(case.config, *largest, backward=case.backward, memory=memory)
     before = reset_peak_memory()
@@ -155,7 +132,7 @@ CASES = tuple(
         ("n = 262144", ((1, 262144),), 2),
     )
 )
-QUICK = (PoolCase("quick pool", QUICK_CONFIG, ((1, 2048), (2, 777)), True, None, None, None, repeats=3),)
+QUICK = (PoolCase("quick pool", common.QUICK_CONFIG, ((1, 2048), (2, 777)), True, *[None] * 3, repeats=3),)
 
 
 def pool_table(results: Sequence[Result]) -> Table:

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import common
 import torch
-from common import (
-    QUICK_CONFIG,
-    Config,
-    Say,
-    gather,
-    main,
-    measure_peak,
-    run_case,
-    show_branches,
-    time_figures,
-)
+from common import Config, Say, main, run_case, show_branches
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedKVCache, LongNetLM, LongNetViT
@@ -35,9 +25,8 @@ from dilated_attention_pytorch.cli.bench.measure import (
     interleave,
     measure_in_child,
     read_status,
-    reset_peak_memory,
 )
-from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.integrations.gigapath import GIGAPATH_RATES, gigapath_segment_lengths
 
 GIGABYTE = 10**9
@@ -69,15 +58,15 @@ class DecodeCase:
 
     def run(self, say: Say) -> Measured:
         say(f"{self.name}: checking and measuring in a process of its own")
-        return gather(self.name, {"": measure_in_child(measure_decoding, self)})
+        return common.gather(self, {"": measure_in_child(measure_decoding, self)})
 
     def figures(self, found: Measured) -> list[Figure]:
         """Times of late steps over early ones, then of the cache's memory."""
         figures = []
         for name in ("late", "alike"):
-            figure, _ = time_figures(found, name, "early", self.target)
+            figure, _ = common.time_figures(found, name, "early", self.target)
             figures.append(replace(figure, name=f"step at {self.positions[name]} over {self.early}"))
-        over = ratio(found.counts, "cache alike", "cache early")
+        over = common.ratio(found.counts, "cache alike", "cache early")
         label = f"cache at {self.positions['alike']} over {self.early}"
         return [*figures, Figure(label, over, target=1.0)]
 
@@ -99,14 +88,14 @@ class TrainCase:
         say(f"{self.name}: checking and measuring in processes of their own")
         variants = {"plain": False, "checkpointed": True}
         found = {name: measure_in_child(measure_training, self, spare) for name, spare in variants.items()}
-        return gather(self.name, found)
+        return common.gather(self, found)
 
     def figures(self, found: Measured) -> list[Figure]:
         plain, spared = (f"peak_extra {name}" for name in ("plain", "checkpointed"))
         return [
             Figure("peak extra memory", found.counts.get(plain), "bytes"),
             Figure("peak extra memory with checkpoints", found.counts.get(spared), "bytes"),
-            Figure("with checkpoints over without", ratio(found.counts, spared, plain)),
+            Figure("with checkpoints over without", common.ratio(found.counts, spared, plain)),
         ]
 
 
@@ -125,7 +114,7 @@ class SlideCase:
 
     def run(self, say: Say) -> Measured:
         say(f"{self.name}: checking and measuring in a process of its own")
-        return gather(self.name, {"": measure_in_child(measure_slide, self)})
+        return common.gather(self, {"": measure_in_child(measure_slide, self)})
 
     def figures(self, found: Measured) -> list[Figure]:
         return [Figure("peak memory", found.counts.get("peak_total"), "bytes", self.memory_target)]
@@ -186,9 +175,7 @@ def measure_training(case: TrainCase, checkpoints: bool) -> Measured:
     model = make_model(case, checkpoints)
     batch = torch.randint(case.vocab_size, (1, case.n + 1), generator=torch.Generator().manual_seed(0))
     _train(model, batch[:, : _CHECKED + 1])  # gradients are in place, and all that is set up once
-    start = time.perf_counter()
-    _, counts = measure_peak(lambda: _train(model, batch))
-    seconds = time.perf_counter() - start
+    _, counts, seconds = common.measure_once(lambda: _train(model, batch))
     config = case.config
     weights = sum(x.nbytes for x in model.parameters())
     counts |= {"weights": weights, "layer_inputs": 4 * case.layers * case.n * config.h * config.d}
@@ -247,10 +234,7 @@ def measure_slide(case: SlideCase) -> Measured:
     generator = torch.Generator().manual_seed(0)
     tiles = torch.randn(1, case.tiles, 1536, generator=generator)
     coords = torch.randint(1000 * 256, (1, case.tiles, 2), generator=generator)
-    reset_peak_memory()
-    start = time.perf_counter()
-    model(tiles, coords)
-    seconds = time.perf_counter() - start
+    _, _, seconds = common.measure_once(lambda: model(tiles, coords))
     counts = {"peak_total": read_status("VmHWM"), "parameters": sum(x.numel() for x in model.parameters())}
     some = tiles[:, :_CHECKED], coords[:, :_CHECKED]
     actual = model(*some)[0]
@@ -266,7 +250,7 @@ CASES = (
     TrainCase("training step, 12 layers", _TRAIN, 32768, 12),
     SlideCase("slide of 10,000 tiles", _SLIDE, 10_000, memory_target=4 * GIGABYTE),
 )
-_SMALL = replace(QUICK_CONFIG, is_causal=True)
+_SMALL = replace(common.QUICK_CONFIG, is_causal=True)
 QUICK = (
     DecodeCase("quick decoding", _SMALL, 200, 3000, steps=4, repeats=3),
     TrainCase("quick training", _SMALL, 2048, 2),

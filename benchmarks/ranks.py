@@ -20,19 +20,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
+import common
 import torch
 import torch.distributed as dist
-from common import (
-    WARMUP_LENGTH,
-    Config,
-    Say,
-    gather,
-    main,
-    measure_peak,
-    run_case,
-    show_branches,
-    time_figures,
-)
+from common import Config, Say, main, run_case, show_branches
 from common import reduced_error as definition_error
 from torch import Tensor, nn
 
@@ -46,7 +37,7 @@ from dilated_attention_pytorch.cli.bench.measure import (
     start_process,
     why_too_large,
 )
-from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.ring import plan_ring, ring_dilated_attention, ring_traffic, shard_bounds
 
@@ -102,7 +93,7 @@ class RingTimeCase:
         return [
             replace(figure, name=f"{strategy}: {figure.name}")
             for strategy in STRATEGIES
-            for figure in time_figures(found, strategy, "alone", self.target)
+            for figure in common.time_figures(found, strategy, "alone", self.target)
         ]
 
 
@@ -143,7 +134,7 @@ class RingMemoryCase:
         first, *others = self.ranks
         figures = []
         for size in others:
-            over = ratio(found.counts, f"peak {size}", f"peak {first}")
+            over = common.ratio(found.counts, f"peak {size}", f"peak {first}")
             scaled = None if over is None else over * size / first
             label = f"{size} ranks: memory of all over that of {first}"
             figures.append(Figure(label, scaled, target=self.target))
@@ -177,7 +168,7 @@ class RingStepsCase:
             found[variant] = measure_in_child(measure_module, self, variant, needed=tensor_bytes(self))
             if found[variant].error is None:
                 return Measured(error, why_not=found[variant].why_not)
-        gathered = gather(self.name, found, error, self.config.dtype)
+        gathered = common.gather(self, found, error)
         timed = measure_in_child(time_modules, self, needed=tensor_bytes(self))
         return Measured(gathered.error, gathered.counts, timed.seconds, timed.why_not)
 
@@ -186,10 +177,12 @@ class RingStepsCase:
         minima = {name: min(values) for name, values in found.seconds.items()}
         figures = []
         for size in self.variants[1:]:
-            over = ratio(found.counts, f"peak_extra {size}", "peak_extra base")
+            over = common.ratio(found.counts, f"peak_extra {size}", "peak_extra base")
             label = f"ring_size {size}: peak extra memory over the base"
             figures.append(Figure(label, over, target=self.target))
-            figures.append(Figure(f"ring_size {size}: time over the base", ratio(minima, size, "base")))
+            figures.append(
+                Figure(f"ring_size {size}: time over the base", common.ratio(minima, size, "base"))
+            )
         return figures
 
 
@@ -281,7 +274,7 @@ class Rank:
             return sum(x.nbytes for x in (*tensors, *results))
 
         try:
-            held, counts = measure_peak(work)
+            held, counts, _ = common.measure_once(work)
         except NotMeasurableError as error:
             return str(error)
         return {"peak": counts["peak_extra"], "tensors": held, "received": ring_traffic().received_bytes}
@@ -382,9 +375,9 @@ def run_module(module: nn.Module, tensors: list[Tensor], backward: bool) -> list
 def measure_module(case: RingStepsCase, variant: str) -> Measured:
     """Peak memory above that of the inputs in one call of a module; its error against the function."""
     module = make_module(case.config, variant)
-    run_module(module, make_tensors(case.config, WARMUP_LENGTH), case.backward)
+    run_module(module, make_tensors(case.config, common.WARMUP_LENGTH), case.backward)
     tensors = make_tensors(case.config, case.n)
-    results, counts = measure_peak(lambda: run_module(module, tensors, case.backward))
+    results, counts, _ = common.measure_once(lambda: run_module(module, tensors, case.backward))
     pairs = zip(results, attend(case.config, tensors, case.backward), strict=True)
     error = max(gate.largest_error(*pair) for pair in pairs)
     return Measured(error, {**counts, "results": sum(x.nbytes for x in results)})

@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from common import BACKWARD_OP, FORWARD_OP, Call, Say, gather, main, measure_peak, run_case, show_branches
+from common import (
+    BACKWARD_OP,
+    FORWARD_OP,
+    Call,
+    Say,
+    gather,
+    main,
+    measure_once,
+    ratio,
+    run_case,
+    show_branches,
+)
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
@@ -21,7 +32,7 @@ from dilated_attention_pytorch import block_sparse, modules
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept
 from dilated_attention_pytorch.cli.bench.measure import Measured, interleave, measure_in_child
-from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.plan import BlockPattern
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from dilated_attention_pytorch.spec import SparsePatternConfig
@@ -139,7 +150,7 @@ class SparseMemoryCase:
     def run(self, say: Say) -> Measured:
         error = check(self, say)
         found = measure_in_child(measure_memory, self, needed=tensor_bytes(self))
-        return gather(self.name, {"": found}, error, self.config.dtype)
+        return gather(self, {"": found}, error)
 
     def figures(self, found: Measured) -> list[Figure]:
         over = ratio(found.counts, "peak_extra", "results")
@@ -192,10 +203,9 @@ class ModuleMemoryCase:
             role: measure_in_child(measure_module, self, name, needed=tensor_bytes(self))
             for role, name in (("module", self.module), ("base", self.base))
         }
-        gathered = gather(self.name, found, error, self.config.dtype)
-        counts = {name.replace(" ", "_"): count for name, count in gathered.counts.items()}
-        seconds = {name.removeprefix("attention "): values for name, values in gathered.seconds.items()}
-        return replace(gathered, counts=counts, seconds=seconds)
+        gathered = gather(self, found, error, "_")
+        seconds = {name.removeprefix("attention_"): values for name, values in gathered.seconds.items()}
+        return replace(gathered, seconds=seconds)
 
     def figures(self, found: Measured) -> list[Figure]:
         over = ratio(found.counts, "peak_extra_module", "peak_extra_base")
@@ -312,13 +322,9 @@ def warm_up(config: SparseConfig) -> None:
 def measure_memory(case: SparseMemoryCase) -> Measured:
     """Time of the pattern's build and of the call; peak memory above that of the inputs and the pattern."""
     warm_up(case.config)
-    start = time.perf_counter()
-    pattern, build = measure_peak(lambda: case.config.make_pattern(case.n))
-    build_seconds = time.perf_counter() - start
+    pattern, build, build_seconds = measure_once(lambda: case.config.make_pattern(case.n))
     call = make_call(case.config, case.n, pattern)
-    start = time.perf_counter()
-    results, counts = measure_peak(call.run)
-    seconds = time.perf_counter() - start
+    results, counts, seconds = measure_once(call.run)
     sizes = {"results": sum(x.nbytes for x in results), "pattern": pattern.nbytes}
     counts |= {**sizes, "build_peak_extra": build["peak_extra"]}
     return Measured(call.error(results), counts, {"build": (build_seconds,), "attention": (seconds,)})
@@ -332,9 +338,7 @@ def measure_module(case: ModuleMemoryCase, name: str) -> Measured:
     call = call._replace(attend=lambda *qkv: module(*qkv, is_causal=config.is_causal))
     short = WARMUP_BLOCKS * config.block_size
     call._replace(inputs=[x[:, :short] for x in call.inputs]).run()
-    start = time.perf_counter()
-    (out,), counts = measure_peak(call.run)
-    seconds = time.perf_counter() - start
+    (out,), counts, seconds = measure_once(call.run)
     error = call.error([out], has_lse=False)
     return Measured(error, {**counts, "results": out.nbytes}, {"attention": (seconds,)})
 
@@ -350,7 +354,7 @@ def measure_build(case: PatternCase) -> Measured:
         blocks = pattern.columns.numel()
         return seconds, {"pattern": pattern.nbytes, "blocks": blocks, "layouts": len(pattern)}
 
-    built, counts = measure_peak(lambda: [build() for _ in range(case.repeats)])
+    built, counts, _ = measure_once(lambda: [build() for _ in range(case.repeats)])
     return Measured(None, {**counts, **built[-1][1]}, {"build": tuple(seconds for seconds, _ in built)})
 
 

@@ -200,9 +200,8 @@ def test_words_hold_what_was_measured() -> None:
     longest = parts.branches_at(2**20)  # without the warning, which is an error here
     with pytest.warns(UserWarning, match="8 heads"):
         assert longest == branches_for(2**20, parts.HEADS)
-    assert (
-        max(parts.branches_at(demo.EXAMPLE)[1]) <= parts.HEADS < max(parts.branches_at(2 * demo.EXAMPLE)[1])
-    )
+    rates, beyond = (parts.branches_at(n)[1] for n in (demo.EXAMPLE, 2 * demo.EXAMPLE))
+    assert max(rates) <= parts.HEADS < max(beyond)
 
 
 class FakeMachine:

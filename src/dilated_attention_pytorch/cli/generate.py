@@ -28,7 +28,7 @@ STOPS = {"\\n": b"\n", "\\t": b"\t", "\\0": b"\0"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or a model")
+    add("model", type=Path, metavar="MODEL", help="folder of a run or a model, or a checkpoint")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="to go on from (default: a new line)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="whose bytes to go on from")
@@ -66,17 +66,17 @@ def run(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _load(folder: Path) -> LongNetLM:
+def _load(path: Path) -> LongNetLM:
     from ..modules import LongNetLM
     from ..modules.pretrained import WEIGHTS_FILE
     from .train.checkpoint import find_checkpoint
     from .train.loop import model_of
 
-    if not folder.is_dir():
-        raise ValueError(f"MODEL must be the folder of a run, a checkpoint or a model, got {folder}")
-    if (folder / WEIGHTS_FILE).is_file():
-        return LongNetLM.from_pretrained(folder)
-    checkpoint, problems = find_checkpoint(folder)
+    if not path.exists():
+        raise ValueError(f"MODEL must be the folder of a run or a model, or a checkpoint, got {path}")
+    if (path / WEIGHTS_FILE).is_file():
+        return LongNetLM.from_pretrained(path)
+    checkpoint, problems = find_checkpoint(path)
     for problem in problems:
         print(f"warning: {problem}; an older checkpoint is used", file=sys.stderr)
     return model_of(checkpoint)

@@ -78,13 +78,13 @@ def test_options_reach_the_modules(changes: dict[str, Any], expected: tuple[bool
     ("name", "changes", "expected"),
     [
         ("sdpa", {}, "dense"),
-        ("sdpa", {"memory": "pool"}, "dense; not with memory pool: it has no pool"),
-        ("sdpa", {"use_pattern_cache": False}, "dense; it has no pattern cache to turn off"),
+        ("sdpa", {"memory": "pool"}, "dense; it has no pool and no pattern cache"),
+        ("sdpa", {"use_pattern_cache": False}, "dense; it has no pool and no pattern cache"),
         ("DilatedAttention", {"memory": "pool"}, "dilated"),
         (
             "RingDilatedAttentionProduction",
             {"memory": "fresh"},
-            "dilated; not with memory fresh: its memory is always pooled",
+            "dilated; its memory is always pooled",
         ),
         ("MultiheadDilatedAttention", {"use_pattern_cache": False}, "dilated, with projections"),
     ],
@@ -145,7 +145,7 @@ def test_candidates_that_cannot_run_are_named_with_the_reason(monkeypatch: pytes
     table = to_markdown(record, SECTIONS)
     assert "| tiny, flex_attention |  |  |  |  | cannot run: FlexAttention has no backward pass" in table
     assert "| tiny, torchscale |  |  |  |  | cannot run: the package torchscale is not installed |" in table
-    assert "| 3.0 | dense; not with memory pool: it has no pool |" in table
+    assert "| 3.0 | dense; it has no pool and no pattern cache |" in table
     assert "density 0.5, memory pool" in table
     monkeypatch.setattr(run, "measure_in_child", lambda *_, **__: Measured(0.1, {"peak_extra": 1}))
     with pytest.raises(WrongAnswerError, match="tiny, sdpa"):

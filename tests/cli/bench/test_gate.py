@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,36 +62,38 @@ def test_rows_hold_both_ends_and_a_segment_boundary_and_alone_make_gradients() -
     assert not grad_out.any()
 
 
-@pytest.mark.parametrize("rates", [(1, 2, 4), (2, 4, 8)], ids=["all met", "some met by none"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_dilated_rows_agree_with_the_dense_reference(is_causal: bool, rates: tuple[int, ...]) -> None:
-    rows = [0, 1, 2, 3, 47, 48, 100]
-    inputs, grad_out = gate.make_inputs((2, 101, 4, 8), "float64", backward=True, rows=rows)
-
-    def exact(*qkv: Tensor) -> Any:
-        return dilated_attention_reference(*qkv, BRANCHES[0], rates, is_causal=is_causal, return_lse=True)
-
-    results = gate.call(exact, inputs, grad_out)
-    keys = {t: gate.dilated_keys((BRANCHES[0], rates), is_causal, 4, 101, t) for t in rows}
-    assert gate.compare_rows(inputs, grad_out, results, keys, has_lse=True) < 1e-12
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_block_rows_agree_with_the_dense_reference(is_causal: bool) -> None:
+def block_pattern(is_causal: bool) -> block_sparse.BlockPattern:
     layout = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.5
-    layout |= torch.eye(13, dtype=torch.bool)
-    pattern = block_sparse.BlockPattern.from_layout(layout, 101, 8, is_causal=is_causal)
-    rows = [0, 7, 8, 50, 100]
-    inputs, grad_out = gate.make_inputs((1, 101, 4, 8), "float64", backward=True, rows=rows)
-    results = gate.call(
-        lambda *qkv: block_sparse_attention_reference(
-            *qkv, pattern.to_dense(), is_causal=is_causal, return_lse=True
-        ),
-        inputs,
-        grad_out,
+    return block_sparse.BlockPattern.from_layout(
+        layout | torch.eye(13, dtype=torch.bool), 101, 8, is_causal=is_causal
     )
-    keys = {t: gate.block_keys(pattern, 4, t) for t in rows}
-    assert gate.compare_rows(inputs, grad_out, results, keys, has_lse=True) < 1e-12
+
+
+# A reference, and the keys of its rows, by what they are for.
+DEFINITIONS: dict[str, Callable[[bool], tuple[Any, Any]]] = {
+    **{
+        f"dilated, rates {rates}": lambda is_causal, rates=rates: (
+            partial(dilated_attention_reference, segment_lengths=BRANCHES[0], dilation_rates=rates),
+            partial(gate.dilated_keys, (BRANCHES[0], rates), is_causal, 4, 101),
+        )
+        for rates in ((1, 2, 4), (2, 4, 8))  # of the latter some rows meet no key
+    },
+    "blocks": lambda is_causal: (
+        partial(block_sparse_attention_reference, mask=block_pattern(is_causal).to_dense()),
+        partial(gate.block_keys, block_pattern(is_causal), 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_agree_with_the_dense_reference(is_causal: bool, name: str) -> None:
+    rows = [0, 1, 2, 3, 7, 8, 47, 48, 50, 100]
+    exact, keys = DEFINITIONS[name](is_causal)
+    inputs, grad_out = gate.make_inputs((2, 101, 4, 8), "float64", backward=True, rows=rows)
+    results = gate.call(partial(exact, is_causal=is_causal, return_lse=True), inputs, grad_out)
+    met = {t: keys(t) for t in rows}
+    assert gate.compare_rows(inputs, grad_out, results, met, has_lse=True) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["sdpa", "DilatedAttention", "BlockSparseDilatedAttention"])

@@ -114,7 +114,7 @@ def test_what_was_not_checked_or_heeded_is_said_so(search: Search) -> None:
     result, _ = search(case, error=None, say=said.append)
     assert any("rows not checked at this length" in line for line in said)
     assert "checked at a reduced length only" in table_of(result)
-    assert "not with memory pool: it has no pool" in table_of(result)
+    assert "it has no pool and no pattern cache" in table_of(result)
     assert "(256, 4), memory pool." in table_of(result)
 
 

@@ -54,17 +54,6 @@ RECORD = Record(
 )
 
 
-def test_figures_follow_from_what_was_measured() -> None:
-    minima, medians = TIME.figures
-    assert (minima.value, minima.target, minima.met) == (1.5, 1.4, False)
-    assert (medians.value, medians.met) == (2.0, None)
-    assert (MEMORY.figures[0].value, MEMORY.figures[0].met) == (1.2, True)
-    peak, growth, _ = LONG.figures
-    assert (peak.value, peak.unit, peak.met) == (3 * 2**30, "bytes", False)
-    assert (growth.value, growth.met) == (1.1, True)
-    assert (UNMEASURED.figures[0].value, UNMEASURED.figures[0].met) == (None, None)
-
-
 def test_record_survives_json_and_renders_from_it_alone() -> None:
     text = to_json(RECORD)
     assert from_json(text) == RECORD

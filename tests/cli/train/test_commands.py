@@ -65,7 +65,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     assert f"interrupted and saved after step {first}; --resume goes on" in error
     summary = json.loads(shown)
     assert (summary["step"], summary["is_interrupted"]) == (first, True)
-    assert [x.name for x in (out / "checkpoints").iterdir()] == [f"step-{first:08d}"]
+    assert [x.name for x in (out / "checkpoints").iterdir()] == [f"step-{first:08d}.pt"]
     process = start("train", "--out", str(out), "--resume")  # with the settings that it finds there
     wait_for_steps(out, first + 5, process)
     process.terminate()
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_keeps_the_checkpoint_before(tmp_path: Path) -> None
     limited = ["train", "--out", str(out), "--resume", "--checkpoint-every", "5"]
     code, _, error = end(start(*limited, preexec_fn=limit_files))
     assert code == 1, error
-    assert "step-00000005 could not be written: File too large; the last one is" in error
+    assert "step-00000005.pt could not be written: File too large; the last one is" in error
     assert kept.name in error
     assert "Traceback" not in error
     assert list((out / "checkpoints").iterdir()) == [kept]
@@ -107,16 +107,16 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(
 ) -> None:
     text, out = write_text(tmp_path), str(tmp_path / "run")
     assert main(["train", text, "--out", out, *flags(steps=4)]) == 0
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004" / "part-0.pt"
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004.pt"
     os.truncate(newest, 1000)
     assert main(["generate", out, "--tokens", "3"]) == 0
-    assert "step-00000004/part-0.pt is damaged" in capsys.readouterr().err
+    assert "step-00000004.pt is damaged" in capsys.readouterr().err
     before = losses(tmp_path / "run")
     assert main(["train", "--out", out, "--resume"]) == 0
     assert "it was set aside, and an older checkpoint is used" in capsys.readouterr().err
     assert losses(tmp_path / "run") == before
     for path in (tmp_path / "run" / "checkpoints").iterdir():
-        (path / "manifest.json").write_text("{}")
+        path.write_text("{}")
     assert main(["train", "--out", out, "--resume"]) == 1
     assert main(["generate", out]) == 1
     assert "whole" in capsys.readouterr().err
@@ -191,6 +191,6 @@ def test_generate_writes_what_the_model_says(tmp_path: Path, capsysbinary: Any) 
     # The same model for others, and from one checkpoint.
     model.save_pretrained(tmp_path / "model")
     assert isinstance(LongNetLM.from_pretrained(tmp_path / "model"), LongNetLM)
-    for folder in (tmp_path / "model", out / "checkpoints" / "step-00000025"):
+    for folder in (tmp_path / "model", out / "checkpoints" / "step-00000025.pt"):
         assert main(["generate", str(folder), "--prompt", "the quick", "--tokens", "12", "--json"]) == 0
         assert bytes(json.loads(capsysbinary.readouterr().out)["bytes"]) == expected[9:]

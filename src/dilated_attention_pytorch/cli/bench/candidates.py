@@ -101,14 +101,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate by name: what it computes, how it is made, what it cannot heed, and why it cannot run.
+    """A candidate by name: what it computes, how it is made, and why it cannot run.
 
-    `ignores` are sentences of IGNORED.
+    `ignores` says what it cannot heed of the memory and the cache of a config.
     """
 
     kind: str
     make: Callable[[Config, int], Candidate]
-    ignores: tuple[str, ...] = ()
+    ignores: str = ""
     projects: bool = False  # takes x, has weights
     is_windowed: bool = False  # takes whole blocks only
     why_not: str | None = None
@@ -119,16 +119,7 @@ class Entry:
         return self.why_not or (self.why_no_backward if backward else None)
 
 
-NO_POOL = "not with memory {memory}: it has no pool"
-ALWAYS_POOLED = "not with memory {memory}: its memory is always pooled"
-NO_CACHE = "it has no pattern cache to turn off"
-# When a sentence is due.
-IGNORED: dict[str, Callable[[Config], bool]] = {
-    NO_POOL: lambda config: config.memory is not None,
-    ALWAYS_POOLED: lambda config: config.memory == "fresh",
-    NO_CACHE: lambda config: not config.use_pattern_cache,
-}
-FOREIGN = (NO_POOL, NO_CACHE)
+FOREIGN = "it has no pool and no pattern cache"
 
 
 def entry_of(name: str) -> Entry:
@@ -139,10 +130,11 @@ def entry_of(name: str) -> Entry:
 
 
 def remarks(name: str, config: Config) -> str:
-    """What a reader must know beside a candidate's figures: what it computes, and options it cannot heed."""
+    """What a reader must know beside a candidate's figures: what it computes, and what it cannot heed."""
     entry = entry_of(name)
-    ignored = [each.format(memory=config.memory) for each in entry.ignores if IGNORED[each](config)]
-    return "; ".join([f"{entry.kind}, with projections" if entry.projects else entry.kind, *ignored])
+    is_asked = config.memory is not None or not config.use_pattern_cache
+    words = [f"{entry.kind}, with projections" if entry.projects else entry.kind]
+    return "; ".join(words + ([entry.ignores] if entry.ignores and is_asked else []))
 
 
 def _dilated(config: Config, n: int) -> tuple[Any, Any]:
@@ -159,9 +151,10 @@ def _blocks(config: Config, n: int) -> tuple[Any, Any]:
     return lambda q, k, v: masked_reference(q, k, v, pattern().to_dense(), **options), keys
 
 
-def _adaptive(module: Any, is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _adaptive(module: Any, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """The reference over the blocks that an adaptive module chooses, with its scores among q and k."""
-    inputs = (x.detach().to(module.query_scorer.dtype) for x in (q, k))
+    is_causal = config.is_causal
+    inputs = (x.detach().to(getattr(torch, config.dtype)) for x in (q, k))
     mask = module.choose(*module.features(*inputs, is_causal), is_causal).to_dense()
     prepared = copy.deepcopy(module).double()._prepare(q, k, is_causal, None)
     wide = F.pad(v, (0, prepared.key.shape[-1] - v.shape[-1]))
@@ -197,14 +190,14 @@ def _make_module(name: str, kind: str, projects: bool, config: Config, n: int) -
         return found[0] if projects else found
 
     if kind == "adaptive":
-        return Candidate(attend, partial(_adaptive, module, config.is_causal), None, module)
+        return Candidate(attend, partial(_adaptive, module, config), None, module)
     reference, keys = DEFINITIONS[kind](config, n)
     if projects:
         reference, keys = partial(_projected, module, reference, config.is_causal), None
     return Candidate(attend, reference, keys, module)
 
 
-def _module(name: str, kind: str, projects: bool = False, ignores: tuple[str, ...] = ()) -> Entry:
+def _module(name: str, kind: str, projects: bool = False, ignores: str = "") -> Entry:
     """A module of this library by its public name."""
     return Entry(kind, partial(_make_module, name, kind, projects), ignores, projects)
 
@@ -290,10 +283,10 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "ImprovedDilatedAttentionV2": ("dilated",),
     "RingDilatedAttentionV2": ("dilated",),
     "RingDilatedAttentionV3": ("dilated",),
-    "RingDilatedAttentionProduction": ("dilated", False, (ALWAYS_POOLED,)),
+    "RingDilatedAttentionProduction": ("dilated", False, "its memory is always pooled"),
     "BlockSparseDilatedAttention": ("block-sparse",),
     "BlockSparseRingDilatedAttention": ("block-sparse",),
-    "BlockSparseAdaptiveDilatedAttention": ("adaptive", False, (NO_CACHE,)),
+    "BlockSparseAdaptiveDilatedAttention": ("adaptive", False, "it has no pattern cache"),
     "MultiheadDilatedAttention": ("dilated", True),
     "ImprovedMultiheadDilatedAttention": ("dilated", True),
     "RingMultiheadDilatedAttention": ("dilated", True),

@@ -61,10 +61,6 @@ class Run(NamedTuple):
     error: float | None
 
 
-class StoppedError(Exception):
-    """The search ended early; the message says why."""
-
-
 def limit_case(
     config: Config, module: str = LIMITED, budget: int = BUDGET, *, backward: bool = False, **more: Any
 ) -> LimitCase:
@@ -77,54 +73,44 @@ def run_limit(case: LimitCase, say: Say) -> Result:
     """The longest confirmed length, with the line that led to it."""
     end = math.inf if case.seconds is None else time.monotonic() + case.seconds
     runs: list[Run] = []
-    error, why_not = None, None
+    error = None
     say(f"{case.name}: checking")
     try:
         error = check_candidate(case.at(case.budget // case.at(1).tensor_bytes // PARTS[0] or 1), case.module)
-        search(case, runs, lambda n: _run(case, n, end, say), end)
+        why_not = search(case, runs, lambda n: _run(case, n, end, say), end)
     except CannotRunError as reason:
         why_not = f"{case.module} cannot run: {reason}"
-    except StoppedError as reason:
-        why_not = str(reason)
-    figure = Figure("longest sequence", None, "tokens", case.target, at_least=True)
-    written = case_of(case)
     best = max((run for run in runs if run.peak <= case.budget), default=None)
+    confirmed = None if best is None else best.n
+    figures = (Figure("longest sequence", confirmed, "tokens", case.target, at_least=True),)
     if best is None:
         least = [f"even {runs[0].n:,} tokens take {runs[0].peak:,} bytes"] if runs else []
         reasons = "; ".join([*least, *([why_not] if why_not else [])])
-        return Result(written, 1, error, figures=(figure,), why_not=reasons)
+        return Result(case_of(case), 1, error, figures=figures, why_not=reasons)
     note = remarks(case.module, case.config)
     note += "; checked at a reduced length only" if best.error is None else ""
     slope, base = fit_line(runs[-2:]) if len(runs) > 1 else (0.0, 0.0)
     counts = {"confirmed": best.n, "peak": best.peak, "bytes a token": round(slope), "fixed": round(base)}
-    return Result(
-        written,
-        1,
-        max(error or 0.0, *(run.error or 0.0 for run in runs)),
-        {"attention": (best.seconds,)},
-        counts,
-        (Figure("longest sequence", best.n, "tokens", case.target, at_least=True),),
-        why_not,
-        {case.module: note},
-    )
+    error = max(error or 0.0, *(run.error or 0.0 for run in runs))
+    seconds, notes = {"attention": (best.seconds,)}, {case.module: note}
+    return Result(case_of(case), 1, error, seconds, counts, figures, why_not, notes)
 
 
-def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run | str], end: float) -> None:
+def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run | str], end: float) -> str | None:
     """Adds runs until one comes close to the budget, or a longer one could not be within it.
 
-    `measure` gives a run, or says why it was not run to its end.
+    `measure` gives a run, or says why it was not run to its end. Returns why the search ended early.
     """
     token_bytes = case.at(1).tensor_bytes
     firsts = sorted({max(1, case.budget // token_bytes // part) for part in PARTS})
     tried: set[int] = set()
-    too_long, why = math.inf, ""
+    too_long, why = math.inf, None
     for _ in range(MOST_RUNS):
         fitting = max((run for run in runs if run.peak <= case.budget), default=None)
         if (runs and fitting is None) or (fitting and fitting.peak >= CLOSE * case.budget):
-            return
+            return None
         low = fitting.n if fitting else 0
-        untried = [n for n in firsts if n not in tried and n < too_long]
-        if untried:
+        if untried := [n for n in firsts if n not in tried and n < too_long]:
             n = untried[0]
         else:
             predicted = predict(case.budget, runs, token_bytes) if len(runs) > 1 else math.inf
@@ -133,8 +119,7 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run | str]
             break
         left, expected = end - time.monotonic(), expected_seconds(runs, n)
         if expected > left:
-            seconds = f"about {expected:.0f} s, and {left:.0f} s are left"
-            raise StoppedError(f"a run of {n:,} tokens would take {seconds}")
+            return f"a run of {n:,} tokens would take about {expected:.0f} s, and {left:.0f} s are left"
         found = measure(n)
         tried.add(n)
         if isinstance(found, str):
@@ -142,8 +127,7 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run | str]
             continue
         runs.append(found)
         too_long = min(too_long, n) if found.peak > case.budget else too_long
-    if why:
-        raise StoppedError(why)
+    return why
 
 
 def predict(budget: int, runs: Sequence[Run], least: int) -> int:

@@ -129,10 +129,6 @@ def case_of(case: Any) -> dict[str, Any]:
     return found
 
 
-def ratio(counts: Mapping[str, float], over: str, under: str) -> float | None:
-    return counts[over] / counts[under] if counts.keys() >= {over, under} else None
-
-
 def show_value(value: float, unit: str) -> str:
     """A value with its unit: bytes in GiB, or in MiB below one."""
     if unit == "bytes":

@@ -1,32 +1,35 @@
-"""Checkpoints of a run: written whole or not at all, checked when read, the previous one kept.
+"""Checkpoints of a run: a file each, written whole or not at all, checked when read, the previous one kept.
 
-Each rank writes the rows of the tensors that it holds, and any number of ranks reads them.
+A file is what `torch.save` writes: an archive with a checksum for each of its parts. The first rank writes
+it, and any number of ranks reads it, with `weights_only`: no code of a file is run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from lzma import LZMAError
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...checks import parse_json
 from .ranks import Ranks
 
-MANIFEST, FORMAT = "manifest.json", 1
+FORMAT = 2
 CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
+_OF_ARCHIVES = (UnpicklingError, BadZipFile, EOFError, LZMAError, zlib.error)
 # What files of others may lead to.
-MALFORMED = (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, UnpicklingError)
+MALFORMED = (OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError, *_OF_ARCHIVES)
 
 
 class CheckpointError(Exception):
@@ -43,81 +46,64 @@ class Checkpoint:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills `tensors`, which must be in the checkpoint under their names and with their sizes."""
-        try:
-            files = sorted(self.path.glob("part-*.pt"))
-            parts = [torch.load(file, mmap=True, weights_only=True) for file in files]
-            for name, tensor in tensors.items():
-                stored = [part[name] for part in parts if name in part]
-                size = tuple(stored[0]["size"]) if stored else "absent"
-                if size != tuple(tensor.shape):
-                    rule = f"must hold {name} of {tuple(tensor.shape)}"
-                    raise CheckpointError(f"{self.path} {rule}, got {name}: {size}")
-                start, own = _own_rows(tensor)
-                for part in stored:
-                    first, (_, rows) = part["start"], _own_rows(part["rows"])
-                    low, high = max(start, first), min(start + len(own), first + len(rows))
-                    if low < high:
-                        own[low - start : high - start].copy_(rows[low - first : high - first])
-        except MALFORMED as error:
-            raise CheckpointError(f"{self.path} could not be read: {_reason(error)}") from error
-
-
-def _own_rows(x: Tensor) -> tuple[int, Tensor]:
-    """The first row of a tensor that this rank holds, and its rows; FSDP2 shards the first dimension."""
-    if not isinstance(x, DTensor):
-        return 0, x if x.dim() else x[None]
-    step = -(-x.shape[0] // x.device_mesh.size())
-    return min(x.shape[0], step * x.device_mesh.get_local_rank()), x.to_local()
+        stored = _read(self.path)["tensors"]
+        for name, x in tensors.items():
+            size = tuple(stored[name].shape) if name in stored else "absent"
+            if size != tuple(x.shape):
+                rule = f"must hold {name} of {tuple(x.shape)}"
+                raise CheckpointError(f"{self.path} {rule}, got {name}: {size}")
+            value = stored[name].to(x.device)
+            if isinstance(x, DTensor):  # of which this rank holds a shard
+                value = distribute_tensor(value, x.device_mesh, x.placements, src_data_rank=None)
+            x.copy_(value)
 
 
 def save_checkpoint(
     folder: Path, ranks: Ranks, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int
 ) -> None:
-    """Writes `step-00000100` and so on into `folder` and deletes the oldest. All ranks must call it.
+    """Writes `step-00000100.pt` and so on into `folder` and deletes the oldest. All ranks must call it.
 
-    Files are complete and on the disk before they get their name. If anything goes wrong, what was
-    written is deleted, the checkpoints before stay as they were, and a CheckpointError says so.
+    A file is complete and on the disk before it gets its name. If anything goes wrong, what was written is
+    deleted, the checkpoints before stay as they were, and a CheckpointError says so.
     """
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".{final.name}.partial"
+    path, whole = folder / f"step-{step:08d}.pt", {}
+    for name, x in tensors.items():
+        joined = x.full_tensor() if isinstance(x, DTensor) else x  # by all ranks
+        if ranks.is_first:
+            whole[name] = joined.detach().cpu().contiguous()
+    problem = None
+    if ranks.is_first:
+        try:
+            _write(path, {"format": FORMAT, "step": step, "facts": json.dumps(facts), "tensors": whole})
+            for old in named_checkpoints(folder)[keep:]:
+                old.unlink()
+        except (OSError, RuntimeError) as error:
+            problem = _reason(error)
+    if (problem := ranks.told(problem)) is not None:
+        before = named_checkpoints(folder)
+        left = f"the last one is {before[0]}" if before else "there is none before it"
+        raise CheckpointError(f"checkpoint {path} could not be written: {problem}; {left}")
 
-    def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
-            shutil.rmtree(left)
-        temporary.mkdir()
 
-    def write() -> None:
-        """What this rank holds; what all hold is written by the first."""
-        part = {}
-        for name, x in tensors.items():
-            if ranks.is_first or isinstance(x, DTensor):
-                start, own = _own_rows(x)
-                rows = own.detach().to("cpu", copy=True).contiguous()
-                part[name] = {"size": list(x.shape), "start": start, "rows": rows}
-        with open(temporary / f"part-{ranks.rank}.pt", "wb") as file:
-            torch.save(part, file)
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".step-*.partial"):  # of a run that was killed while it wrote
+        left.unlink()
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-
-    def finish() -> None:
-        _seal(temporary, step, facts)
-        if final.exists():
-            shutil.rmtree(final)  # of the same step of the same run
-        os.rename(temporary, final)
-        _sync_folder(folder)
-        for path in named_checkpoints(folder)[keep:]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    for action in (begin, write, finish):
-        problem = _attempt(action) if action is write or ranks.is_first else None
-        if ranks.any(problem is not None):
-            if ranks.is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            before = named_checkpoints(folder)
-            left = f"the last one is {before[0]}" if before else "there is none before it"
-            reason = problem or "another rank failed"
-            raise CheckpointError(f"checkpoint {final} could not be written: {reason}; {left}")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name != "nt":  # where folders cannot be opened
+        opened = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(opened)  # the name is on the disk, too
+        finally:
+            os.close(opened)
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
@@ -127,26 +113,24 @@ def latest_checkpoint(folder: Path, ranks: Ranks) -> tuple[Checkpoint | None, li
     """
     checkpoint, damaged = newest_whole(folder) if ranks.is_first else (None, {})
     for path in damaged if checkpoint is not None else ():  # they count no more, and can be looked at
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(path, aside)
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
     checkpoint, problems = ranks.told((checkpoint, list(damaged.values())))
     if checkpoint is None and problems:
         raise CheckpointError(f"no checkpoint in {folder} is whole: " + "; ".join(problems))
     return checkpoint, problems
 
 
-def find_checkpoint(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint in `folder`, or of the run in it the newest whole one, and what is wrong with newer.
+def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint, or of the run in a folder the newest whole one, and what is wrong with newer.
 
     Nothing is changed, so that it can be asked while the run goes on.
     """
-    if (folder / MANIFEST).is_file():
-        return read_checkpoint(folder), []
-    checkpoint, damaged = newest_whole(folder / CHECKPOINTS)
+    if path.is_file():
+        return read_checkpoint(path), []
+    checkpoint, damaged = newest_whole(path / CHECKPOINTS)
     problems = list(damaged.values())
     if checkpoint is None:
-        raise CheckpointError("; ".join([f"{folder} must hold a whole checkpoint, got none", *problems]))
+        raise CheckpointError("; ".join([f"{path} must hold a whole checkpoint, got none", *problems]))
     return checkpoint, problems
 
 
@@ -163,69 +147,29 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 def named_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder` that have their final name, the newest first."""
-    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    named = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{8,}\.pt", path.name)]
+    return sorted(named, key=lambda path: int(path.stem.removeprefix("step-")), reverse=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder; every byte of its files is compared with its digest."""
+    """The checkpoint in a file; every part of it is compared with its checksum."""
     try:
-        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop("digest") != _digest(manifest):
-            raise CheckpointError(f"{path / MANIFEST} is damaged: its digest is another")
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} must have format {FORMAT}, got {manifest['format']}")
-        for name, expected in manifest["files"].items():
-            if _fingerprint(path / name) != expected:
-                raise CheckpointError(f"{path / name} is damaged: its size or digest is another")
-        return Checkpoint(path, int(manifest["step"]), manifest["facts"])
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is incomplete: {Path(str(error.filename)).name} is missing") from None
+        with ZipFile(path) as archive:
+            if (part := archive.testzip()) is not None:
+                raise CheckpointError(f"{path} is damaged: the checksum of {part} is another")
+        stored = _read(path)
+        if stored["format"] != FORMAT:
+            raise CheckpointError(f"{path} must have format {FORMAT}, got {stored['format']}")
+        return Checkpoint(path, int(stored["step"]), parse_json(stored["facts"]))
     except MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
 
 
-def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Writes the manifest, which makes a checkpoint whole, and brings all to the disk."""
-    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _fingerprint(file: Path) -> dict[str, Any]:
-    known = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while part := opened.read(2**20):
-            known.update(part)
-        return {"bytes": opened.tell(), "sha256": known.hexdigest()}
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names are on the disk, too."""
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    opened = os.open(folder, os.O_RDONLY)
+def _read(path: Path) -> Any:
     try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def _attempt(action: Callable[[], None]) -> str | None:
-    """What goes wrong in an action, if anything."""
-    try:
-        action()
-    except (OSError, RuntimeError) as error:
-        return _reason(error)
-    return None
+        return torch.load(path, mmap=True, weights_only=True)
+    except MALFORMED as error:
+        raise CheckpointError(f"{path} could not be read: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -302,12 +302,12 @@ def model_tensors(model: LongNetLM) -> dict[str, Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def load_model(folder: Path | str) -> LongNetLM:
+def load_model(path: Path | str) -> LongNetLM:
     """The model of a run's folder, or of one of its checkpoints, in evaluation mode, in this process alone.
 
     Of a run it is the newest checkpoint that is whole. `save_pretrained` of the model writes it for others.
     """
-    return model_of(find_checkpoint(Path(folder))[0])
+    return model_of(find_checkpoint(Path(path))[0])
 
 
 def model_of(checkpoint: Checkpoint) -> LongNetLM:
