@@ -19,7 +19,7 @@ from dilated_attention_pytorch.cli.bench.cases import Case
 from dilated_attention_pytorch.cli.bench.cases import run_case as compare
 from dilated_attention_pytorch.cli.bench.measure import Measured
 from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
-from dilated_attention_pytorch.forecast import Call, predict_memory, relative_time
+from dilated_attention_pytorch.cli.forecast import Call, predict_memory, relative_time
 from dilated_attention_pytorch.plan import Shape
 
 DILATED = "dilated_attention"

@@ -23,22 +23,19 @@ FLOORS = [
     {"spec", "core"},
     {"reference", "plan"},
     {"kernels", "flex"},
-    {"forecast"},
     {"ops"},
     {"functional", "block_sparse"},
     {"attention_maps", "decode", "ring"},
     {"modules"},
     {"factory", "integrations"},
     DOORS,
-    {"report"},
     {"__init__"},
     {"cli"},
     {"__main__"},
 ]
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
-    "cli": {"rich"},
-    "report": {"matplotlib"},
+    "cli": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }
@@ -132,7 +129,7 @@ def assert_runs_silently(code: str) -> None:
 
 
 # Not triton: builds of torch for GPUs bring it along, and torch's flop counter imports it there.
-OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "rich", "safetensors", "transformers")
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "safetensors", "transformers")
 
 
 # None in sys.modules makes an import fail as if the package were not installed.

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
+from dilated_attention_pytorch.cli.arguments import PATTERNS
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.cli.show import PATTERNS
-from dilated_attention_pytorch.cli.show_maps import receptive_fields, shrink
+from dilated_attention_pytorch.cli.show import receptive_fields, shrink
 from dilated_attention_pytorch.reference import multiplicity
 from support.pictures import find_maps, has_ink, read_png
 
@@ -182,22 +182,6 @@ def test_shrunk_maps_keep_their_mean() -> None:
     sizes = (torch.arange(8) * 50 // 7).diff().double()
     assert (cells * sizes[:, None] * sizes).sum().item() == pytest.approx(counts.sum().item())
     assert torch.equal(shrink(counts, 64), counts.double())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--segments 8 --rates 1,2", "segment_lengths and dilation_rates must have the same length"),
-        ("--length 100000", "--length must be at most"),
-        ("--out picture.gif", "--out must end in .png or .svg, got picture.gif"),
-        ("--head 4", "--head must lie in 0 to 3, got 4"),
-        ("--pattern adaptive", "an adaptive pattern depends on queries and keys"),
-        ("--pattern random --density 0", "sparsity_ratio is the fraction kept"),
-    ],
-)
-def test_mistakes_are_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_picture_that_cannot_be_written_is_a_failure(

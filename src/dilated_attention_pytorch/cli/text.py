@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 from argparse import ArgumentTypeError
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -53,14 +55,33 @@ def byte_count(text: str) -> int:
     return int(number * _UNITS[found[2].lower()])
 
 
-def paint(text: str, colour: str) -> str:
-    """The text in a colour of `CODES`, on a terminal that wants colours; see no-color.org."""
-    is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if is_plain else f"\x1b[{CODES[colour]}m{text}\x1b[0m"
+def wants_colours(stream: IO[str]) -> bool:
+    """Whether it is a terminal that wants colours; see no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str, stream: IO[str] | None = None) -> str:
+    """The text in a colour of `CODES`, where the stream, by default standard output, wants colours."""
+    return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if wants_colours(stream or sys.stdout) else text
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    """JSON has no NaN and no infinity: they become null."""
+    print(json.dumps(_without_nan(value), indent=2))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def labelled(name: str, *values: str) -> Iterator[str]:
+    """A line a value, the first after the name, the others below it."""
+    for number, value in enumerate(values):
+        yield f"{'' if number else name:<17} {value}"
 
 
 def show_bytes(nbytes: float) -> str:
@@ -76,3 +97,7 @@ def show_count(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f} {letter}"
     return f"{count:.0f} "
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

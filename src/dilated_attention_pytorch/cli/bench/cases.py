@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...report import Series, line_chart
+from ..report import Series, line_chart
 from . import gate
 from .candidates import BASELINE, Candidate, CannotRunError, Config, entry_of, remarks
 from .measure import Measured, interleave, measure_in_child, read_status, reset_peak_memory

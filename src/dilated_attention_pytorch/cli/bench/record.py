@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...checks import parse_json
-from ...report import Page
+from ..report import Page
 from .measure import Timing
 
 SCHEMA = 1

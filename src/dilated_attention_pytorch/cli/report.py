@@ -83,7 +83,8 @@ class Page:
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def paragraph(self, text: str) -> None:
-        self._parts.append(f"<p>{escape(text)}</p>")
+        """Adds nothing where there is no text."""
+        self._parts += [f"<p>{escape(text)}</p>"] if text else []
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_numbers: bool = True) -> None:
         """A table of texts; with `is_numbers` all columns but the first are aligned to the right."""
@@ -158,16 +159,15 @@ def line_chart(
     title: str,
     x_label: str,
     y_label: str,
+    chart_id: str,
     log_x: bool = True,
     log_y: bool = True,
-    x_text: Callable[[float], str] = plain_number,
     y_text: Callable[[float], str] = plain_number,
-    chart_id: str,
 ) -> str | None:
     """An `<svg>` of the series, with axes, grid, legend, and a tooltip on each marked point.
 
-    None without matplotlib. A logarithmic x axis has its ticks at powers of two. `x_text` and `y_text` write
-    the values of ticks and tooltips. Raises ValueError for what cannot be drawn.
+    None without matplotlib. A logarithmic x axis has its ticks at powers of two. `y_text` writes the values
+    of ticks and tooltips. Raises ValueError for what cannot be drawn.
     """
     _check(series, log_x, log_y)
     try:
@@ -190,38 +190,32 @@ def line_chart(
         axes.grid(color=INK, alpha=0.15)
         if log_x:
             axes.set_xscale("log", base=2)
-            widest = max(len(x_text(x)) for each in series for x, _ in each.points)
+            widest = max(len(plain_number(x)) for each in series for x, _ in each.points)
             room = int(0.85 * WIDTH / (0.65 * FONT * (widest + 1)))  # for so many texts of ticks
             axes.xaxis.set_major_locator(LogLocator(base=2, numticks=max(2, min(10, room))))
         if log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-        axes.xaxis.set_major_formatter(lambda value, _: x_text(value))
+        axes.xaxis.set_major_formatter(lambda value, _: plain_number(value))
         axes.yaxis.set_major_formatter(lambda value, _: y_text(value))
         axes.yaxis.set_minor_formatter(lambda *_: "")
-        for number, each in enumerate(series):
-            _draw_series(axes, number, each)
+        tips = [_draw_series(axes, number, each, y_text) for number, each in enumerate(series)]
         figure.legend(loc="outside upper left", ncols=columns, frameon=False)
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", transparent=True)
-    tips = [[f"{each.name}: {x_text(x)}, {y_text(y)}" for x, y in _marked(each)] for each in series]
     return _finish(drawn.getvalue(), chart_id, f"{title}: {y_label} by {x_label}", tips)
 
 
-def _draw_series(axes: Any, number: int, series: Series) -> None:
+def _draw_series(axes: Any, number: int, series: Series, y_text: Callable[[float], str]) -> list[str]:
+    """Draws a line, and returns the tooltips of its marked points."""
     x, y = zip(*series.points, strict=True)
     look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
     every = -(-len(x) // MOST_MARKERS)
     axes.plot(x, y, label=series.name, gid=f"series-{number}", markevery=every, markersize=9, lw=2, **look)
     if series.low_high is not None:
-        down, up = zip(
-            *((b - low, high - b) for b, (low, high) in zip(y, series.low_high, strict=True)), strict=True
-        )
-        axes.errorbar(x, y, (down, up), fmt="none", ecolor=look["color"], capsize=4)
-
-
-def _marked(series: Series) -> tuple[tuple[float, float], ...]:
-    return series.points[:: -(-len(series.points) // MOST_MARKERS)]
+        bounds = [(b - low, high - b) for b, (low, high) in zip(y, series.low_high, strict=True)]
+        axes.errorbar(x, y, [*zip(*bounds, strict=True)], fmt="none", ecolor=look["color"], capsize=4)
+    return [f"{series.name}: {plain_number(a)}, {y_text(b)}" for a, b in series.points[::every]]
 
 
 def _finish(svg: str, chart_id: str, label: str, tips: Sequence[Sequence[str]]) -> str:
@@ -251,6 +245,6 @@ def _check(series: Sequence[Series], log_x: bool, log_y: bool) -> None:
         for axis, values, is_log in (("x", [x for x, _ in each.points], log_x), ("y", ys, log_y)):
             if odd := [value for value in values if not math.isfinite(value)]:
                 raise ValueError(f"{axis} must be finite, got {odd[0]} in {each.name!r}")
-            if is_log and min(values) <= 0:
-                fact = f"got {min(values)} in {each.name!r}"
-                raise ValueError(f"{axis} must be positive on a logarithmic axis, {fact}")
+            if is_log and (least := min(values)) <= 0:
+                rule = f"{axis} must be positive on a logarithmic axis"
+                raise ValueError(f"{rule}, got {least} in {each.name!r}")

@@ -12,17 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dilated_attention_pytorch.report import (
-    CHARTS_ADVICE,
-    COLOURS,
-    MARKERS,
-    MOST_MARKERS,
-    WIDTH,
-    Page,
-    Series,
-    line_chart,
-    plain_number,
-)
+from dilated_attention_pytorch.cli import report
+from dilated_attention_pytorch.cli.report import CHARTS_ADVICE, WIDTH, Page, Series, line_chart, plain_number
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = '<script>alert("1")</script>&amp;'
@@ -31,9 +22,7 @@ LINEAR = {"log_x": False, "log_y": False}
 
 
 def draw(*series: Series, **options: Any) -> ElementTree.Element:
-    svg = line_chart(series, **(LABELS | options))
-    assert svg is not None
-    return ElementTree.fromstring(svg)
+    return ElementTree.fromstring(line_chart(series, **(LABELS | options)) or "")
 
 
 def texts(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
@@ -44,10 +33,8 @@ def texts(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
 
 def marks(svg: ElementTree.Element) -> list[tuple[str, float, float]]:
     """The tooltip of each marked point, and where it is."""
-    marked = [
-        (each, title) for each in svg.iter(f"{SVG}use") if (title := each.find(f"{SVG}title")) is not None
-    ]
-    return [(title.text or "", float(each.attrib["x"]), float(each.attrib["y"])) for each, title in marked]
+    marked = [(each, each.findtext(f"{SVG}title")) for each in svg.iter(f"{SVG}use")]
+    return [(text, float(each.attrib["x"]), float(each.attrib["y"])) for each, text in marked if text]
 
 
 def test_names_ticks_and_labels_are_written_as_text() -> None:
@@ -55,25 +42,13 @@ def test_names_ticks_and_labels_are_written_as_text() -> None:
     svg = draw(*series)
     attributes = {name: svg.attrib[name] for name in ("id", "role", "aria-label")}
     assert attributes == {"id": "time", "role": "img", "aria-label": "Time: ms by tokens"}
-    expected = {
-        "Time",
-        "tokens",
-        "ms",
-        "dense <1> $x$",
-        "dilated",
-        "1,024",
-        "2,048",
-        "4,096",
-        "1",
-        "10",
-        "20",
-    }
-    assert expected <= set(texts(svg))
-    text = line_chart(series, **LABELS)
+    ticks = {"1,024", "2,048", "4,096", "1", "10", "20"}
+    assert {"Time", "tokens", "ms", "dense <1> $x$", "dilated", *ticks} <= set(texts(svg))
+    text = line_chart(series, **LABELS) or ""
     assert text == line_chart(series, **LABELS)  # the same, whenever it is drawn
-    assert "currentColor" in (text or "")  # it follows the colour of the text around it
-    assert "metadata" not in (text or "")
-    assert sorted(re.findall(r'<g id="', text or "")) == []  # which would be the same in every chart
+    assert "currentColor" in text  # it follows the colour of the text around it
+    assert "metadata" not in text
+    assert '<g id="' not in text  # which would be the same in every chart
 
 
 def test_places_follow_the_axes() -> None:
@@ -83,9 +58,8 @@ def test_places_follow_the_axes() -> None:
         steps = [sign * (b[axis] - a[axis]) for a, b in pairwise(places)]
         assert min(steps) > 20
         assert max(steps) - min(steps) <= 0.2
-    (_, x0, y0), (_, x1, y1), (_, x2, y2) = marks(
-        draw(Series("a", ((0, -1.0), (50, 0.0), (100, 1.0))), **LINEAR)
-    )
+    line = Series("a", ((0, -1.0), (50, 0.0), (100, 1.0)))
+    (_, x0, y0), (_, x1, y1), (_, x2, y2) = marks(draw(line, **LINEAR))
     assert ((x0 + x2) / 2, (y0 + y2) / 2) == pytest.approx((x1, y1), abs=0.1)
     assert y0 > y2
     for options in ({}, LINEAR):  # a single point is drawn inside
@@ -101,27 +75,22 @@ def test_whiskers_count_for_the_axis() -> None:
     assert top < min(y for _, _, y in marks(svg)) - 50  # the cap of a whisker is above all points
 
 
-def test_long_series_are_marked_here_and_there() -> None:
+def test_long_series_and_many_names_stay_readable() -> None:
     svg = draw(Series("a", tuple((float(i), 1.0 + i % 2) for i in range(1000))), **LINEAR)
-    assert 10 < len(marks(svg)) <= MOST_MARKERS
+    assert 10 < len(marks(svg)) <= report.MOST_MARKERS
     assert max(path.attrib["d"].count("L") for path in svg.iter(f"{SVG}path")) >= 999
-
-
-def test_many_names_stay_inside_and_differ_in_looks() -> None:
     names = [f"a rather long name, number {i}" for i in range(12)]
-    svg = draw(*(Series(name, ((1, 1.0), (2, 2.0))) for name in names))
-    places = [texts(svg)[name] for name in names]
-    assert len(set(places)) == 12
-    assert all(x + 8 * len(name) < WIDTH for (x, _), name in zip(places, names, strict=True))
-    assert math.gcd(len(COLOURS), len(MARKERS)) == 1  # so that pairs repeat late
+    written = texts(draw(*(Series(name, ((1, 1.0), (2, 2.0))) for name in names)))
+    assert len({written[name] for name in names}) == 12
+    assert all(written[name][0] + 8 * len(name) < WIDTH for name in names)
+    assert math.gcd(len(report.COLOURS), len(report.MARKERS)) == 1  # so that pairs repeat late
 
 
 @pytest.mark.parametrize("longest", [2**14, 2**18, 2**24])
 def test_labels_of_the_x_axis_do_not_touch(longest: int) -> None:
     written = texts(draw(Series("a", ((1024, 1.0), (longest, 2.0)))))
-    ticks = [
-        (written[text][0], 8.5 * len(text) / 2) for i in range(10, 25) if (text := f"{2**i:,}") in written
-    ]
+    shown = [text for i in range(10, 25) if (text := f"{2**i:,}") in written]
+    ticks = [(written[text][0], 8.5 * len(text) / 2) for text in shown]
     assert len(ticks) >= 3
     assert all(a + wide < b - next_wide for (a, wide), (b, next_wide) in pairwise(ticks))
 
@@ -166,18 +135,16 @@ class Outline(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in {"meta", "link", "br"}:
-            self.open.append(tag)
+        self.open += [tag] if tag not in {"meta", "link", "br"} else []
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open:
-            self.text.setdefault(self.open[-1], []).append(data)
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
 
 
-def full_page() -> Page:
+def test_all_text_is_escaped_and_kept_and_nothing_is_asked_for() -> None:
     page = Page(EVIL, EVIL)
     page.heading(EVIL)
     page.paragraph(EVIL)
@@ -185,11 +152,6 @@ def full_page() -> Page:
     names = {"title": EVIL, "x_label": EVIL, "y_label": EVIL, "chart_id": "chart"}
     page.figure(line_chart([Series(EVIL, ((1, 1.0),))], **names), EVIL)
     page.preformatted("\n  two\n" + EVIL)
-    return page
-
-
-def test_all_text_is_escaped_and_kept_and_nothing_is_asked_for() -> None:
-    page = full_page()
     outline = Outline(page)
     assert "script" not in outline.tags
     for tag in ("title", "h1", "h2", "p", "th", "td", "figcaption", "text"):
@@ -203,22 +165,19 @@ def test_all_text_is_escaped_and_kept_and_nothing_is_asked_for() -> None:
     assert {policy, ("charset", "utf-8"), ("name", "viewport")} <= set(outline.attributes)
 
 
-def test_tables_and_figures_are_what_they_must_be() -> None:
+def test_tables_and_figures_are_what_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page("t", "l")
     page.table(("", ""), [("a", "b")], is_numbers=False)
-    outline = Outline(page)
-    assert outline.tags.count("tr") == 1
-    assert ("class", "words") in outline.attributes
     with pytest.raises(ValueError, match="a row must have a cell for each of 2 columns, got 1"):
         page.table(("a", "b"), [("x",)])
     with pytest.raises(ValueError, match="a figure must be an <svg> element, got '<b>no</b>'"):
         page.figure("<b>no</b>", "")
-
-
-def test_without_matplotlib_a_page_says_once_how_to_get_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = Page("t", "l")
-    for _ in range(2):
+    for _ in range(2):  # how to get charts is said once
         page.figure(line_chart([Series("a", ((1, 1.0),))], **LABELS), "caption")
-    assert Outline(page).text["p"] == ["l", CHARTS_ADVICE]
+    page.paragraph("")
+    outline = Outline(page)
+    assert outline.tags.count("tr") == 1
+    assert ("class", "words") in outline.attributes
+    assert outline.text["p"] == ["l", CHARTS_ADVICE]
     assert "pip install 'dilated-attention[charts]'" in CHARTS_ADVICE

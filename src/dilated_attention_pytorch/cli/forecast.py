@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernels import Request, choose_kernel
-from .kernels.batches import batches_of
-from .plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
-from .spec import DilatedSpec
+from ..kernels import Request, choose_kernel
+from ..kernels.batches import batches_of
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
+from ..spec import DilatedSpec
 
 CPU = torch.device("cpu")
 KEY_BLOCK = 512

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.forecast import KEY_BLOCK, Call, computed_pairs, relative_time
+from dilated_attention_pytorch.cli.forecast import KEY_BLOCK, Call, computed_pairs, relative_time
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for
 
