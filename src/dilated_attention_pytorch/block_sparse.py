@@ -171,7 +171,12 @@ def choose_blocks(
     visible = None
     if key_mask is not None:
         pad = row.shape[2] * config.block_size - n
-        visible = F.pad(key_mask, (0, pad)).view(row.shape[0], row.shape[2], -1).any(-1)
+        visible = (
+            F.pad(key_mask, (0, pad))
+            .view(row.shape[0], row.shape[2], -1)
+            .any(-1)
+            .repeat_interleave(row.shape[1], 0)
+        )
     with torch.no_grad():
         columns = column.repeat_interleave(row.shape[1] // column.shape[1], 1)
         flat = (row.flatten(0, 1), columns.flatten(0, 1))
