@@ -35,7 +35,7 @@ demo: $(STAMP)
 	@$(BIN)/dilated-attention demo $(ARGS)
 
 bench: $(STAMP)
-	@$(BIN)/python -m dilated_attention_pytorch.bench $(ARGS)
+	@$(BIN)/dilated-attention bench $(ARGS)
 
 docs: $(STAMP)
 	@$(BIN)/python docs/build_reference.py build/reference

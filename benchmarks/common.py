@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import functional
-from dilated_attention_pytorch.bench import gate
-from dilated_attention_pytorch.bench.gate import WrongAnswerError
-from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
-from dilated_attention_pytorch.bench.measure import Measured, read_status, reset_peak_memory
-from dilated_attention_pytorch.bench.record import (
+from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
+from dilated_attention_pytorch.cli.bench.machine import machine_facts, project_facts
+from dilated_attention_pytorch.cli.bench.measure import Measured, read_status, reset_peak_memory
+from dilated_attention_pytorch.cli.bench.record import (
     Figure,
     Record,
     Result,

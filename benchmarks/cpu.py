@@ -39,9 +39,9 @@ from common import (
 )
 from torch import Tensor
 
-from dilated_attention_pytorch.bench.gate import accept
-from dilated_attention_pytorch.bench.measure import Measured, interleave, measure_in_child, read_status
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.gate import accept
+from dilated_attention_pytorch.cli.bench.measure import Measured, interleave, measure_in_child, read_status
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.core import reset_global_pattern_cache
 from dilated_attention_pytorch.kernels.batches import batches_of
 from dilated_attention_pytorch.plan import Plan, Shape, plan_dilated

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from common import Say, main, run_case, show_branches
 
-from dilated_attention_pytorch.bench.candidates import BASELINE, Config
-from dilated_attention_pytorch.bench.measure import Measured
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
-from dilated_attention_pytorch.bench.run import Case
-from dilated_attention_pytorch.bench.run import run_case as compare
-from dilated_attention_pytorch.forecast import Call, predict_memory, relative_time
+from dilated_attention_pytorch.cli.bench.candidates import BASELINE, Config
+from dilated_attention_pytorch.cli.bench.cases import Case
+from dilated_attention_pytorch.cli.bench.cases import run_case as compare
+from dilated_attention_pytorch.cli.bench.measure import Measured
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.forecast import Call, predict_memory, relative_time
 from dilated_attention_pytorch.plan import Shape
 
 DILATED = "dilated_attention"

@@ -10,8 +10,8 @@ import sys
 
 from common import main
 
-from dilated_attention_pytorch.bench.candidates import Config
-from dilated_attention_pytorch.bench.limit import CONFIG, SECTION, limit_case, run_limit
+from dilated_attention_pytorch.cli.bench.candidates import Config
+from dilated_attention_pytorch.cli.bench.limit import CONFIG, SECTION, limit_case, run_limit
 
 CASES = tuple(limit_case(CONFIG, backward=backward) for backward in (False, True))
 QUICK = (limit_case(Config(2, 16, (64, 256), (1, 4), dtype="bfloat16"), budget=2**29, seconds=300.0),)

@@ -26,15 +26,15 @@ from common import (
 )
 from cpu import describe_calls, varied_calls
 
-from dilated_attention_pytorch.bench.gate import WrongAnswerError, accept
-from dilated_attention_pytorch.bench.measure import (
+from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept
+from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
     interleave,
     measure_in_child,
     read_status,
     reset_peak_memory,
 )
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.core import AttentionBufferManager
 
 LONGEST_CHECKED = 32768  # longer calls have their rows checked where their memory is measured

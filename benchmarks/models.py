@@ -29,15 +29,15 @@ from common import (
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedKVCache, LongNetLM, LongNetViT
-from dilated_attention_pytorch.bench import gate
-from dilated_attention_pytorch.bench.measure import (
+from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
     interleave,
     measure_in_child,
     read_status,
     reset_peak_memory,
 )
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.integrations.gigapath import GIGAPATH_RATES, gigapath_segment_lengths
 
 GIGABYTE = 10**9

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import dilated_attention
-from dilated_attention_pytorch.bench.gate import WrongAnswerError, accept, largest_error
-from dilated_attention_pytorch.bench.measure import interleave
+from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept, largest_error
+from dilated_attention_pytorch.cli.bench.measure import interleave
 from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.spec import DilatedSpec
 

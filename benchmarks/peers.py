@@ -10,8 +10,8 @@ import sys
 
 from common import main
 
-from dilated_attention_pytorch.bench.candidates import MAIN, Config
-from dilated_attention_pytorch.bench.run import SECTION, Case, run_case
+from dilated_attention_pytorch.cli.bench.candidates import MAIN, Config
+from dilated_attention_pytorch.cli.bench.cases import SECTION, Case, run_case
 from dilated_attention_pytorch.spec import branches_for
 
 _CONFIG = Config(4, 64, *branches_for(32768, ratio=4))

@@ -37,8 +37,8 @@ from common import reduced_error as definition_error
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedAttention, RingDilatedAttentionV2
-from dilated_attention_pytorch.bench import gate
-from dilated_attention_pytorch.bench.measure import (
+from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
     NotMeasurableError,
     interleave,
@@ -46,7 +46,7 @@ from dilated_attention_pytorch.bench.measure import (
     start_process,
     why_too_large,
 )
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.ring import plan_ring, ring_dilated_attention, ring_traffic, shard_bounds
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from common import update_page
 
-from dilated_attention_pytorch.bench.record import Table
+from dilated_attention_pytorch.cli.bench.record import Table
 from dilated_attention_pytorch.core.host_memory import describe_bytes
 from dilated_attention_pytorch.ring import RingSchedule, plan_ring
 

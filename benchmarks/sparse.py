@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as torch_functional
 
 from dilated_attention_pytorch import block_sparse, modules
-from dilated_attention_pytorch.bench import gate
-from dilated_attention_pytorch.bench.gate import WrongAnswerError, accept
-from dilated_attention_pytorch.bench.measure import Measured, interleave, measure_in_child
-from dilated_attention_pytorch.bench.record import Figure, Result, Section, Table, ratio
+from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept
+from dilated_attention_pytorch.cli.bench.measure import Measured, interleave, measure_in_child
+from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table, ratio
 from dilated_attention_pytorch.plan import BlockPattern
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from dilated_attention_pytorch.spec import SparsePatternConfig

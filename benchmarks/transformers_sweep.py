@@ -32,7 +32,7 @@ from tiny_models import Inputs, NotBuilt, families, padding, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dilated_attention_pytorch.bench.machine import machine_facts, project_facts
+from dilated_attention_pytorch.cli.bench.machine import machine_facts, project_facts
 from dilated_attention_pytorch.integrations import transformers as integration
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import dilated_attention_pytorch as package
-from dilated_attention_pytorch.bench.record import from_json
 from dilated_attention_pytorch.checks import parse_json
+from dilated_attention_pytorch.cli.bench.record import from_json
+from dilated_attention_pytorch.cli.train.config import ConfigError, read_settings
 from dilated_attention_pytorch.integrations.torchscale import _integers
-from dilated_attention_pytorch.train.config import ConfigError, read_settings
 from support.public_calls import BRANCHES, CONFIG, ENTRIES, MASK, MODEL, PATTERN, X
 
 DEEP = "[" * 100_000

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import DilatedSpec, LongNetLM, branches_for
-from dilated_attention_pytorch.cli import show
-from dilated_attention_pytorch.cli.show_maps import describe, make_picture
+from dilated_attention_pytorch.cli import arguments
+from dilated_attention_pytorch.cli.show import describe, make_picture
 from dilated_attention_pytorch.modules.ring import RingOptions
 
 ISOLATED = re.compile(r"\d+ tokens exceed the longest segment, \d+: tokens in different segments.*never meet")
@@ -169,7 +169,7 @@ def layers_by_show(spec: DilatedSpec, shrink: int, num_heads: int) -> int:
     options = ["--segments", ",".join(map(str, segments)), "--rates", ",".join(map(str, spec.dilation_rates))]
     options += ["--length", str(max(segments)), "--heads", str(num_heads), "--causal", "--layers", "8"]
     parser = argparse.ArgumentParser()
-    show.add_arguments(parser)
+    arguments.show(parser)
     layers = describe(make_picture(parser.parse_args(options)), 8)["layers"]
     return next(each["layer"] for each in layers if each["last_position"] == 1.0)
 

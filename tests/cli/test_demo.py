@@ -18,15 +18,15 @@ import torch
 from rich.console import Console
 
 from dilated_attention_pytorch import functional
-from dilated_attention_pytorch.bench import exactness
-from dilated_attention_pytorch.bench.exactness import Check
 from dilated_attention_pytorch.cli import demo_costs as costs
 from dilated_attention_pytorch.cli import demo_report, demo_story
 from dilated_attention_pytorch.cli import demo_training as training
+from dilated_attention_pytorch.cli.bench import exactness
+from dilated_attention_pytorch.cli.bench.exactness import Check
 from dilated_attention_pytorch.cli.demo_costs import Cost, Row
 from dilated_attention_pytorch.cli.main import main
+from dilated_attention_pytorch.cli.report import CHARTS_ADVICE
 from dilated_attention_pytorch.core.host_memory import Memory
-from dilated_attention_pytorch.report import CHARTS_ADVICE
 from dilated_attention_pytorch.spec import branches_for
 
 LENGTHS = [1024 * 2**i for i in range(11)]
@@ -306,7 +306,7 @@ def test_peak_is_what_a_call_holds_at_most(monkeypatch: pytest.MonkeyPatch, tmp_
         # The largest of a few: the system may take back pages of files meanwhile, and hide one.
         peaks = [costs.peak_of(lambda: bytearray(b"x") * size) or 0 for _ in range(5)]
         assert max(peaks) == pytest.approx(size, abs=2**21)
-    monkeypatch.setattr("dilated_attention_pytorch.bench.measure.CLEAR_REFS", tmp_path / "none" / "refs")
+    monkeypatch.setattr("dilated_attention_pytorch.cli.bench.measure.CLEAR_REFS", tmp_path / "none" / "refs")
     assert "peak memory cannot be reset here" in (costs.why_no_peaks() or "")
     called: list[int] = []
     assert costs.peak_of(lambda: called.append(1)) is None

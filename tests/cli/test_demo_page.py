@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.bench.exactness import CONFIGURATIONS
-from dilated_attention_pytorch.bench.record import read_record, to_page
+from dilated_attention_pytorch.cli.bench.exactness import CONFIGURATIONS
+from dilated_attention_pytorch.cli.bench.record import read_record, to_page
 from support.suites import suite
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import __version__, functional
-from dilated_attention_pytorch.cli import doctor, doctor_facts
+from dilated_attention_pytorch.cli import doctor
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.kernels import cpu_flash
 
@@ -36,7 +36,7 @@ def test_facts_are_those_of_this_process(report: dict[str, Any]) -> None:
     assert machine["numa_nodes"] >= 1
     if machine["memory_limit"] is not None:
         assert 0 < machine["memory_available"] <= machine["memory_limit"]
-    assert report["packages"]["rich"]["version"] is not None
+    assert report["packages"]["safetensors"]["version"] is not None
     assert ("gloo" in report["distributed"]["backends"]) == torch.distributed.is_gloo_available()
 
 
@@ -47,7 +47,7 @@ def test_every_kernel_runs_or_says_why_not(report: dict[str, Any], monkeypatch: 
         assert entry["chosen"] == (entry["kernel"] == "stock")
     assert {entry["kernel"] for entry in on_cpu} == {"stock", "eager"}
     monkeypatch.setattr(cpu_flash, "_DTYPES", (torch.float32,))
-    text = "\n".join(doctor._kernels(doctor_facts.kernels()))
+    text = "\n".join(doctor._describe_kernels(doctor._kernels()))
     assert "stock            cpu, float64: cannot: it takes torch.float32, and the tensors are" in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli import main as cli
-from dilated_attention_pytorch.cli.main import COMMANDS, EXTRAS, Command, main
+from dilated_attention_pytorch.cli.main import COMMANDS, EXTRAS, main, make_parser
 from dilated_attention_pytorch.cli.text import byte_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +35,8 @@ def run_program(*arguments: str, code: str | None = None) -> subprocess.Complete
 def test_help_and_version_need_no_torch() -> None:
     result = run_program("--help", code=WITHOUT_TORCH)
     assert (result.returncode, result.stderr) == (0, "")
-    for name, command in COMMANDS.items():
-        assert f"  {name} " in result.stdout
-        assert command.help in result.stdout
+    for name, text in COMMANDS.items():
+        assert re.search(rf"  {name} +{re.escape(text)}\n", result.stdout)
     result = run_program("--version", code=WITHOUT_TORCH)
     assert (result.returncode, result.stdout) == (0, f"dilated-attention {__version__}\n")
 
@@ -143,8 +141,7 @@ def test_a_value_is_no_option(command: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["show", "plan", "bench", "train"])
 def test_branches_and_lengths_are_spelled_alike(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    cli._import(COMMANDS[name].module).add_arguments(parser)
+    parser = make_parser(name)
     arguments = ["--segments", "64,1k", "--rates", "1,4"]
     if name == "train":
         options = parser.parse_args(["x", "--out", "y", *arguments, "--context-length", "4k"])
@@ -172,7 +169,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A command `probe` whose `run` a test sets."""
     module = ModuleType("probe", "Probes.")
     module.add_arguments = lambda parser: parser.add_argument("--number", type=int)  # type: ignore[attr-defined]
-    monkeypatch.setitem(COMMANDS, "probe", Command("probes", "probe"))
+    monkeypatch.setitem(COMMANDS, "probe", "probes")
     real = cli._import
     monkeypatch.setattr(cli, "_import", lambda name: module if name == "probe" else real(name))
     return module

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import plan_ring
-from dilated_attention_pytorch.bench.candidates import Config
-from dilated_attention_pytorch.bench.measure import measure_in_child
-from dilated_attention_pytorch.bench.run import Case, measure_candidate
+from dilated_attention_pytorch.cli.bench.candidates import Config
+from dilated_attention_pytorch.cli.bench.cases import Case, measure_candidate
+from dilated_attention_pytorch.cli.bench.measure import measure_in_child
+from dilated_attention_pytorch.cli.forecast import Call, predict_memory
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.forecast import Call, predict_memory
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for
@@ -33,7 +33,7 @@ ENVIRONMENT = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(ROOT / "src"), "OMP_
 MEASURE = """
 import json, os, sys, torch
 from dilated_attention_pytorch import Execution, functional
-from dilated_attention_pytorch.bench.measure import read_status, reset_peak_memory
+from dilated_attention_pytorch.cli.bench.measure import read_status, reset_peak_memory
 
 def make(case, n):
     heads = (case["h"], case["h_kv"], case["h_kv"], case["h"])[: 4 if case["train"] else 3]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
+from dilated_attention_pytorch.cli.arguments import PATTERNS
 from dilated_attention_pytorch.cli.main import main
-from dilated_attention_pytorch.cli.show import PATTERNS
-from dilated_attention_pytorch.cli.show_maps import receptive_fields, shrink
+from dilated_attention_pytorch.cli.show import receptive_fields, shrink
 from dilated_attention_pytorch.reference import multiplicity
 from support.pictures import find_maps, has_ink, read_png
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.bench.record import read_record, to_markdown
+from dilated_attention_pytorch.cli.bench.record import read_record, to_markdown
 from support.suites import RESULTS, ROOT, suite
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,7 +24,7 @@ THAN = r"(?:as (?:fast|slow|long|much)|faster|slower|less|more|longer|the (?:tim
 SENTENCE = re.compile(rf"\d ?{UNIT}|\d ?(?:%|times|x) {THAN}|(?:takes|took) \d\.\d")
 # Sections that are computed and not measured, and the tests that compare them.
 COMPUTED = {
-    "plan": "tests/bench/test_suites.py",
+    "plan": "tests/cli/bench/test_suites.py",
     "families": "tests/integrations/test_transformers_sweep.py",
 }
 # A record that one of those tests compares, with its own rendering.

@@ -21,7 +21,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     build_block_pattern,
 )
-from dilated_attention_pytorch.bench import measure
+from dilated_attention_pytorch.cli.bench import measure
 from dilated_attention_pytorch.plan.build_pattern import Budget, build_pattern, make_budget
 from support.block_configurations import LEVELS
 
@@ -414,7 +414,7 @@ def test_any_window_stride_and_number_of_global_tokens_is_cut_to_the_sequence(ki
 MILLION = """
 import json, gc, torch
 from dilated_attention_pytorch import SparsePatternConfig, build_block_pattern
-from dilated_attention_pytorch.bench.measure import read_status, reset_peak_memory
+from dilated_attention_pytorch.cli.bench.measure import read_status, reset_peak_memory
 torch.set_num_threads(1)
 kinds = ("local_window", "dilated_sparse", "global_local", "strided", "hierarchical", "random")
 for kind in kinds:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from dilated_attention_pytorch.bench.measure import Measured, NotMeasurableError
+from dilated_attention_pytorch.cli.bench.measure import Measured, NotMeasurableError
 
 
 def child(what: str) -> Measured:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from .. import functional
-from ..bench.measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..plan import BlockPattern
 from ..ring import plan_ring
 from ..spec import Branches, SparsePatternConfig, branches_for
+from .bench.measure import NotMeasurableError, interleave, read_status, reset_peak_memory
 
 HEADS, HEAD_DIM = 8, 64
 FIRST_LENGTH, LAST_LENGTH = 1024, 2**20

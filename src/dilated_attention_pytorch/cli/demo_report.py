@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..report import Page, Series, line_chart
 from . import demo_costs, demo_training
 from .demo_costs import HEAD_DIM, HEADS, NAMES, Cost, Row
 from .demo_story import HEADINGS, Findings, cells, check_cells
 from .demo_training import TEMPERATURE, TOP_P
+from .report import Page, Series, line_chart
 from .show import svg_of
 from .text import show_bytes
 

@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from ..bench import exactness
-from ..bench.exactness import Check
-from ..bench.machine import machine_facts, project_facts
 from . import demo_costs, demo_training
+from .bench import exactness
+from .bench.exactness import Check
+from .bench.machine import machine_facts, project_facts
 from .demo_costs import HEAD_DIM, HEADS, NAMES, Cost, Row
 from .demo_training import Training
 

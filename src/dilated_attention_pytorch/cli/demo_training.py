@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..modules import LongNetLM
-from ..train.config import TrainConfig
-from ..train.data import standard_library_files
-from ..train.loop import Run, StopWish
-from ..train.ranks import Ranks
+from .train.config import TrainConfig
+from .train.data import standard_library_files
+from .train.loop import Run, StopWish
+from .train.ranks import Ranks
 
 LEAST_BYTES = 2**18  # of text
 PROMPT, SAMPLE_BYTES = "def ", 400

@@ -1,58 +1,188 @@
-"""Says what is installed, what this machine offers, which kernels can run here and why others cannot; then
-checks the library against its definition, forward and gradients. Exit code 1 if a check fails."""
+"""`doctor`: versions, packages, machine, devices, kernels; and a few seconds of proof, all that can run here
+against its definition."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from importlib import metadata
+from typing import Any
 
+import torch
+
+from .. import __version__, block_sparse, functional
+from ..core import get_global_memory_pool, get_global_pattern_cache
+from ..core.host_memory import device_memory, host_memory, numa_nodes
+from ..kernels import Request, choose_kernel, kernels_for
+from ..reference import block_sparse_attention_reference, dilated_attention_reference
+from ..spec import Execution, SparsePatternConfig
+from .bench.exactness import TOLERANCE, Check, run_checks
+from .bench.machine import machine_facts
 from .text import paint, print_json, show_bytes
 
-if TYPE_CHECKING:
-    from ..bench.exactness import Check
+# What each optional package is for.
+OPTIONAL = {
+    "matplotlib": "charts of the demo and the bench",
+    "numpy": "nothing here needs it; arrays that share memory with tensors",
+    "huggingface_hub": "models of the Hugging Face Hub",
+    "safetensors": "models that are saved and loaded",
+    "tensorboard": "curves of the trainer",
+    "transformers": "this attention inside Hugging Face models",
+    "triton": "torch.compile on a GPU",
+}
+LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
+BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 4)}
+Attend = Callable[..., Any]
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = tuple(TOLERANCES)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the facts and checks as JSON")
-
-
-def run(options: argparse.Namespace) -> int:
-    from .doctor_facts import collect_facts, kept, verdicts, why_no_gpu
-
+def run(options: Namespace) -> int:
+    """Prints the facts, then each check as it ends; 1 if one fails."""
     facts = collect_facts()
     if options.json:
-        checks = list(verdicts())
+        checks = list(run_all_checks())
         passed = all(check.passed for check in checks)
         # JSON has no NaN: an error that is none becomes null.
         shown = [{name: x if x == x else None for name, x in asdict(check).items()} for check in checks]
         shown = [{**each, "passed": check.passed} for each, check in zip(shown, checks, strict=True)]
         print_json({**facts, "self_check": shown, "passed": passed, **kept()})
         return 0 if passed else 1
-    for title, lines in describe(facts, why_no_gpu()).items():
+    for title, lines in describe(facts).items():
         _print_section(title, lines)
-    passed = _show_checks(verdicts())
+    passed = _show_checks(run_all_checks())
     pool, cache = kept().values()
     held = f"{show_bytes(pool['total_allocated'])}, at most {show_bytes(pool['max_bytes'])}"
-    plans = f"{cache['size']} plans of {show_bytes(cache['bytes'])}, at most {cache['max_size']} plans"
     values = {
         "memory pool": f"{held}; {pool['reuse_rate']:.0%} of requests reused memory",
-        "pattern cache": plans,
+        "pattern cache": f"{cache['size']} plans of {show_bytes(cache['bytes'])}, "
+        f"at most {cache['max_size']} plans",
     }
     _print_section("\nkept by this process after the checks", _pairs(values))
     return 0 if passed else 1
 
 
-def _print_section(title: str, lines: Iterable[str]) -> None:
-    print(paint(title, "bold"))
-    for line in lines:
-        print(f"  {line}")
+def collect_facts() -> dict[str, Any]:
+    """What holds before anything was computed, by topic."""
+    facts = machine_facts()
+    versions = {name: facts[name] for name in ("python", "torch", "os")}
+    return {
+        "versions": {"dilated_attention_pytorch": __version__, **versions},
+        "packages": {name: {"version": _version(name), "for": use} for name, use in OPTIONAL.items()},
+        "machine": _machine(facts),
+        "devices": [_gpu(device) for device in _devices()[1:]],
+        "distributed": _distributed(),
+        "kernels": list(_kernels()),
+    }
 
 
-def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
-    width = max(16, *map(len, values))
-    return (f"{name:<{width}} {value}" for name, value in values.items())
+def kept() -> dict[str, Any]:
+    """What outlives a call in this process."""
+    pool, cache = get_global_memory_pool(), get_global_pattern_cache()
+    return {"memory_pool": pool.get_stats(), "pattern_cache": cache.get_stats()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Cores, threads and memory. `memory_limit` is below `memory_bytes` where a cgroup or ulimit binds."""
+    memory = host_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else facts["cores"]
+    return {
+        **{name: facts[name] for name in ("cpu", "cpu_capability", "cores", "load", "memory_bytes")},
+        "usable_cores": usable,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "memory_limit": None if memory is None else memory.total,
+        "memory_available": None if memory is None else memory.available,
+        "numa_nodes": numa_nodes(),
+    }
+
+
+def _devices() -> list[torch.device]:
+    """The devices of this machine that torch can use: cpu, every CUDA device, mps."""
+    found = [CPU, *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    return [*found, torch.device("mps")] if torch.backends.mps.is_available() else found
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    memory = device_memory(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Apple GPU"
+    total, free = (None, None) if memory is None else (memory.total, memory.available)
+    return {"device": str(device), "name": name, "memory_bytes": total, "memory_available": free}
+
+
+def _distributed() -> dict[str, Any]:
+    """The backends of torch.distributed that can be used here."""
+    dist = torch.distributed
+    if not dist.is_available():
+        return {"available": False, "backends": []}
+    asks = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
+    return {"available": True, "backends": [name for name, ask in asks.items() if ask()]}
+
+
+def _requests() -> Iterator[tuple[str, str, Request]]:
+    """Each device with each dtype, and their names; Apple's GPUs have no float64."""
+    for device in _devices():
+        for dtype in DTYPES[1:] if device.type == "mps" else DTYPES:
+            yield str(device), str(dtype).removeprefix("torch."), Request(device, dtype)
+
+
+def _kernels() -> Iterator[dict[str, Any]]:
+    """For each device, dtype and kernel: whether it is the one that "auto" takes, else why it cannot run."""
+    for device, dtype, request in _requests():
+        chosen = choose_kernel(request).name
+        for kernel in kernels_for(request.device):
+            entry = {"device": device, "dtype": dtype, "kernel": kernel.name}
+            yield {**entry, "chosen": kernel.name == chosen, "why_not": kernel.why_not(request)}
+
+
+def run_all_checks() -> Iterator[Check]:
+    """Options against the definition, then each kernel in each dtype, pooled memory and a block pattern."""
+    yield from run_checks()
+    executions = {
+        f"{kernel.name}, {dtype} on {device}": (request, Execution(kernel.name))
+        for device, dtype, request in _requests()
+        for kernel in kernels_for(request.device)
+        if kernel.why_not(request) is None
+    }
+    executions["pooled memory"] = (Request(CPU, torch.float32), Execution(memory="pool"))
+    for title, (request, execution) in executions.items():
+        attend = partial(functional.dilated_attention, **BRANCHES, execution=execution)
+        yield _compare(title, request, attend, partial(dilated_attention_reference, **BRANCHES))
+    config = SparsePatternConfig("local_window", 0.4, BLOCK)
+    pattern = block_sparse.build_block_pattern(config, LENGTH, HEADS, is_causal=True)
+    attend = partial(block_sparse.block_sparse_attention, pattern=pattern)
+    dense = partial(block_sparse_attention_reference, mask=pattern.to_dense())
+    yield _compare("block-sparse pattern", Request(CPU, torch.float64), attend, dense)
+
+
+def _compare(title: str, request: Request, attend: Attend, define: Attend) -> Check:
+    """A call and its gradients against the definition in float64 of the same inputs.
+
+    The largest errors: absolute below 1, relative above.
+    """
+    generator, shape = torch.Generator().manual_seed(0), (1, LENGTH, HEADS, HEAD_DIM)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    results = []
+    for call, device, dtype in ((attend, request.device, request.dtype), (define, CPU, torch.float64)):
+        q, k, v, grad_out = (x.to(request.dtype).to(device, dtype).detach() for x in drawn)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = call(q, k, v, is_causal=True)
+        results.append([out, *torch.autograd.grad(out, leaves, grad_out)])
+    pairs = zip(*results, strict=True)
+    errors = [((a.cpu().double() - b).abs() / b.abs().clamp(min=1.0)).max().item() for a, b in pairs]
+    # torch's max keeps a NaN where Python's may lose it, and a NaN passes no check
+    return Check(title, errors[0], torch.tensor(errors[1:]).max().item(), TOLERANCES[request.dtype])
 
 
 def _show_checks(checks: Iterable[Check]) -> bool:
@@ -72,7 +202,7 @@ def _show_checks(checks: Iterable[Check]) -> bool:
     return not failed
 
 
-def describe(facts: Mapping[str, Any], why_no_gpu: str) -> dict[str, Iterable[str]]:
+def describe(facts: Mapping[str, Any]) -> dict[str, Iterable[str]]:
     """The facts as lines of text under their titles."""
     packages = {
         name: f"{x['version'] or 'not installed'} ({x['for']})" for name, x in facts["packages"].items()
@@ -85,14 +215,22 @@ def describe(facts: Mapping[str, Any], why_no_gpu: str) -> dict[str, Iterable[st
     return {
         "versions": _pairs(facts["versions"]),
         "optional packages": _pairs(packages),
-        "machine": _pairs(_machine(facts["machine"])),
-        "GPUs": _pairs(gpus) if gpus else [f"none: {why_no_gpu}"],
+        "machine": _pairs(_describe_machine(facts["machine"])),
+        "GPUs": _pairs(gpus) if gpus else [f"none: {_why_no_gpu()}"],
         "torch.distributed": [backends or "no backend: rings of several processes cannot run"],
-        "kernels": _kernels(facts["kernels"]),
+        "kernels": _describe_kernels(facts["kernels"]),
     }
 
 
-def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _why_no_gpu() -> str:
+    built_for = torch.version.cuda or torch.version.hip
+    if built_for is None:
+        return "this torch is built for the CPU alone"
+    kind = "CUDA" if torch.version.cuda else "ROCm"
+    return f"this torch is built for {kind} {built_for} and finds no device"
+
+
+def _describe_machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     limit, physical = facts["memory_limit"], facts["memory_bytes"]
     memory = "unknown" if physical is None else show_bytes(physical)
     if limit is not None and physical is not None and limit < 0.99 * physical:
@@ -109,7 +247,7 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """One line for all dtypes of a device of which the same can be said."""
     told: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
@@ -117,3 +255,14 @@ def _kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         word = "taken by auto" if entry["chosen"] else word
         told.setdefault((entry["kernel"], entry["device"], word), []).append(entry["dtype"])
     return (f"{kernel:<16} {device}, {' '.join(x)}: {word}" for (kernel, device, word), x in told.items())
+
+
+def _print_section(title: str, lines: Iterable[str]) -> None:
+    print(paint(title, "bold"))
+    for line in lines:
+        print(f"  {line}")
+
+
+def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
+    width = max(16, *map(len, values))
+    return (f"{name:<{width}} {value}" for name, value in values.items())

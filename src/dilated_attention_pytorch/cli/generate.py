@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = options.prompt_file.read_bytes() if options.prompt_file else (options.prompt or "\n").encode()
     if not prompt:
         raise ValueError(f"a prompt must have a byte at least, got the empty {options.prompt_file}")
-    from ..train.checkpoint import CheckpointError
+    from .train.checkpoint import CheckpointError
 
     try:
         model = _load(options.model)
@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
 def _load(folder: Path) -> LongNetLM:
     from ..modules import LongNetLM
     from ..modules.pretrained import WEIGHTS_FILE
-    from ..train.checkpoint import find_checkpoint
-    from ..train.loop import model_of
+    from .train.checkpoint import find_checkpoint
+    from .train.loop import model_of
 
     if not folder.is_dir():
         raise ValueError(f"MODEL must be the folder of a run, a checkpoint or a model, got {folder}")

@@ -1,51 +1,41 @@
 """Finds the command that is asked for, runs it, and turns what goes wrong into a sentence and an exit code.
 
-Imports no torch: help and usage errors answer at once. A command is a module with `add_arguments(parser)` and
-`run(options) -> int`, imported when it is asked for; its docstring is the description in its help.
+Imports no torch: help and usage errors answer at once. A command is a module of this package with
+`run(options) -> int`, imported when it is asked for. Its options are described by the function of its name in
+`arguments.py` or, where the module itself needs no torch, by its own `add_arguments(parser)`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from .. import __version__
 from ..checks import close_names
+from . import arguments as described
 
 PROGRAM = "dilated-attention"
-PACKAGE = __package__.rpartition(".")[0]
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 TRACEBACK = "DILATED_ATTENTION_TRACEBACK"  # set in the environment, errors keep where they came from
-
-
-class Command(NamedTuple):
-    """What the list of commands says of it, and its module."""
-
-    help: str
-    module: str
-
-
 COMMANDS = {
-    "demo": Command("check, measure and train on this machine, and write a report of it", "cli.demo"),
-    "doctor": Command(
-        "what is installed, what can run here, and a check against the definition", "cli.doctor"
-    ),
-    "show": Command("draw what attends to what, with coverage and receptive field", "cli.show"),
-    "plan": Command("propose settings for a length, with memory, FLOPs, reasons and code", "cli.plan"),
-    "bench": Command("compare modules by name, measure time, memory and limits", "cli.bench"),
-    "train": Command("train a byte-level language model on text files", "cli.train"),
-    "generate": Command("continue a text with a trained model", "cli.generate"),
+    "demo": "check, measure and train on this machine, and write a report of it",
+    "doctor": "what is installed, what can run here, and a check against the definition",
+    "show": "draw what attends to what, with coverage and receptive field",
+    "plan": "propose settings for a length, with memory, FLOPs, reasons and code",
+    "bench": "compare modules by name, measure time, memory and limits",
+    "train": "train a byte-level language model on text files",
+    "generate": "continue a text with a trained model",
 }
 # The extra that installs a package which is imported where it is used.
 EXTRAS = {
     "matplotlib": "charts",
-    "rich": "demo",
     "safetensors": "pretrained",
     "tensorboard": "train",
     "transformers": "transformers",
@@ -60,19 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
-    name, rest = given[0], given[1:]
     try:
-        return _run(name, rest)
+        return _run(given[0], given[1:])
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough, as in `... | head`
         _silence_stdout()
         return FAILED
-    except Exception as error:
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         message, code = _explain(error)
         if message is None or os.environ.get(TRACEBACK):
             raise
-        print(f"{PROGRAM} {name}: error: {message}", file=sys.stderr)
+        print(f"{PROGRAM} {given[0]}: error: {message}", file=sys.stderr)
         return code
 
 
@@ -90,22 +79,33 @@ def run_program(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    module = _import(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
+    parser = make_parser(name)
     _refuse_unknown_options(parser, arguments)
     options, left = parser.parse_known_args(arguments)
     if left:
         commas = "; lists are written with commas, as 64,256" if re.match(r"\d", left[0]) else ""
         parser.error(f"unrecognized arguments: {' '.join(left)}{commas}")
-    _bring_torch()
-    code: int = module.run(options)
+    # Imports torch through the package, which keeps it from remarking that NumPy is missing.
+    _ = importlib.import_module(__package__.rpartition(".")[0]).core
+    code: int = _import(name).run(options)
     return code
+
+
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a command, with its description."""
+    add_arguments = getattr(described, name, None)
+    text = inspect.getdoc(add_arguments)
+    if add_arguments is None:
+        module = _import(name)
+        add_arguments, text = module.add_arguments, module.__doc__
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    return parser
 
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -123,18 +123,13 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, arguments: Sequence
             parser.error(f"unknown option {name}; {hint}")
 
 
-def _bring_torch() -> None:
-    """Imports torch through the package, which keeps it from remarking that NumPy is missing."""
-    _ = importlib.import_module(PACKAGE).core
-
-
-def _import(module: str) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.{module}")
+def _import(command: str) -> ModuleType:
+    return importlib.import_module(f".{command}", __package__)
 
 
 def _without_command(given: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [--help] [--version] <command> ...",

@@ -1,62 +1,59 @@
-"""Draws what attends to what, in the terminal or as a picture (--out), for dilated attention or for a block
-pattern (--pattern): offsets of each head, multiplicity (how many branches connect a pair), coverage (of the
-positions that a token may see, the share it reaches in one layer) and the receptive field over layers."""
+"""`show`: what attends to what: counts of every pair, coverage, receptive field over layers, pictures."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .text import int_list, paint, positive_int, print_json, show_count
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .show_maps import Picture
+from ..block_sparse import build_block_pattern
+from ..plan import pictures
+from ..plan.dilated import branch_heads
+from ..plan.pictures import FUTURE, INK, WHITE, Colour, Map, Meaning, scale_of, shade, write_picture
+from ..reference import multiplicity
+from ..spec import DilatedSpec, SparsePatternConfig
+from . import arguments
+from .text import labelled, paint, print_json, show_count
 
 SUFFIXES = (".png", ".svg")
-PATTERNS = ("dilated_sparse", "local_window", "global_local", "strided", "random", "hierarchical", "adaptive")
 SHADES = "·░▒▓█"
-EPILOG = """\
-examples:
-  dilated-attention show
-  dilated-attention show --length 512 --segments 64,256,512 --rates 1,4,8 --heads 8 --causal --layers 3
-  dilated-attention show --length 1024 --pattern local_window --density 0.1 --block-size 32 --out window.png
-"""
+MAX_PAIRS = 2**26  # of all heads and branches: about half a GiB of counts
+FIELD_INK: Colour = (150, 60, 20)  # what layers reach, not what one of them scores
+MAX_HEADS = 8  # more panels than these are hard to tell apart
+SVG_CELLS = 128  # a side: each run of equal cells is an element
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
-    add("--length", "--lengths", default=32, help="positions (default: 32)", **number)
-    add("--segments", type=int_list, default=(8, 32), metavar="W,...", help="segment lengths (default: 8,32)")
-    add("--rates", type=int_list, default=(1, 4), metavar="R,...", help="dilation rates (default: 1,4)")
-    add("--heads", default=4, help="heads (default: 4)", **number)
-    add("--causal", action="store_true", help="no query sees a later key")
-    add("--mixing", choices=("all", "grouped"), default="all", help="head_mixing (default: all)")
-    add("--offsets", choices=("interleaved", "blocked"), default="interleaved", help="head_offsets")
-    add("--layers", default=1, help="what is reached after so many layers (default: 1)", **number)
-    add = parser.add_argument_group("block patterns, instead of dilated attention").add_argument
-    add("--pattern", choices=PATTERNS, help="type of the pattern")
-    add("--density", type=float, default=0.1, help="share of the blocks that is kept (default: 0.1)")
-    add("--block-size", default=4, help="(default: 4)", **number)
-    add("--window", help="window_size, in tokens", **number)
-    add("--global-tokens", help="first tokens, seen by all", **number)
-    add("--seed", type=int, default=0, help="of random patterns (default: 0)")
-    add = parser.add_argument_group("output").add_argument
-    add("--head", type=int, metavar="H", help="draw this head alone in the terminal")
-    add("--out", type=Path, metavar="FILE", help="write a picture, .png or .svg")
-    add("--pixels", type=positive_int, default=320, help="side of a panel of the picture (default: 320)")
-    add("--json", action="store_true", help="print the numbers as JSON, draw nothing in text")
+@dataclass(frozen=True)
+class Picture:
+    """Counts (heads, n, n) of how often a query (row) meets a key (column).
+
+    `classes` are the heads that look alike, which are drawn once.
+    """
+
+    title: str
+    counts: Tensor
+    classes: list[list[int]]
+    is_causal: bool
+    facts: dict[str, Any]
+
+    @property
+    def n(self) -> int:
+        return self.counts.shape[-1]
+
+    @property
+    def size(self) -> str:
+        causal = ", causal" if self.is_causal else ""
+        return f"{self.title}; {self.n} positions, {len(self.counts)} head(s){causal}"
 
 
-def run(options: argparse.Namespace) -> int:
-    from .show_maps import describe, draw, make_picture
-
+def run(options: Namespace) -> int:
+    """Prints the map and its numbers, and writes the picture that --out names."""
     if options.out is not None and options.out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"--out must end in {' or '.join(SUFFIXES)}, got {options.out}")
     if options.head is not None and not 0 <= options.head < options.heads:
@@ -67,53 +64,156 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(numbers)
         return 0
-    for line in _lines(picture, numbers, options):
-        print(line)
+    print(*text_map(picture, options.head, options.layers), "", *text_facts(numbers), sep="\n")
     if options.out is not None:
         print(f"\n{panels} panels written to {options.out}")
     return 0
 
 
-def _lines(picture: Picture, numbers: Mapping[str, Any], options: argparse.Namespace) -> Iterator[str]:
-    from .show_maps import receptive_fields
+def make_picture(options: Namespace) -> Picture:
+    """From the options of the command; a ValueError states what does not fit."""
+    return _dilated(options) if options.pattern is None else _blocks(options)
 
-    yield paint(picture.describe_size(), "bold")
-    name, counts = "all heads together", picture.together
-    if options.head is not None:
-        name, counts = f"head {options.head}", picture.counts[picture.class_of_head[options.head]]
-    cells = _cells(picture.n)
+
+def _dilated(options: Namespace) -> Picture:
+    mixing: dict[str, Any] = {"head_mixing": options.mixing, "head_offsets": options.offsets}
+    spec = DilatedSpec(options.segments, options.rates, options.causal, **mixing)
+    n, num_heads = options.length, options.heads
+    _check_size(n, num_heads * len(spec.branches))
+    offsets: list[list[int | None]] = [[None] * len(spec.branches) for _ in range(num_heads)]
+    for branch in range(len(spec.branches)):
+        for head in branch_heads(spec, branch, num_heads, num_heads):
+            offsets[head.head][branch] = head.row
+    branches = (spec.segment_lengths, spec.dilation_rates)
+    counts = multiplicity(n, num_heads, *branches, is_causal=spec.is_causal, **mixing)
+    classes: dict[tuple[int | None, ...], list[int]] = {}
+    for number, of_head in enumerate(offsets):
+        classes.setdefault(tuple(of_head), []).append(number)
+    facts = {
+        "branches": [{"segment_length": w, "dilation_rate": r} for w, r in spec.branches],
+        "offsets": offsets,
+        "head_mixing": spec.head_mixing,
+    }
+    title = ", ".join(f"segments of {w} at rate {r}" for w, r in spec.branches)
+    return Picture(title, counts, [*classes.values()], spec.is_causal, facts)
+
+
+def _blocks(options: Namespace) -> Picture:
+    if options.pattern == "adaptive":
+        raise ValueError("an adaptive pattern depends on queries and keys, of which there are none to show")
+    n, num_heads = options.length, options.heads
+    more = {"window_size": options.window, "global_tokens": options.global_tokens, "seed": options.seed}
+    config = SparsePatternConfig(options.pattern, options.density, options.block_size, **more)
+    _check_size(n, num_heads)
+    branches = {"segment_lengths": options.segments, "dilation_rates": options.rates}
+    pattern = build_block_pattern(config, n, num_heads, is_causal=options.causal, **branches)
+    layouts = pattern.to_dense().long()
+    counts = (layouts.tril() if pattern.is_causal else layouts).expand(num_heads, n, n)
+    heads = list(range(num_heads))
+    facts = {
+        "pattern": config.pattern_type,
+        "block_size": config.block_size,
+        "density": pattern.density,
+        "density_asked": config.sparsity_ratio,
+    }
+    title = f"{config.pattern_type}, {pattern.density:.1%} of the blocks of {config.block_size}"
+    classes = [heads] if len(layouts) == 1 else [[head] for head in heads]
+    return Picture(title, counts, classes, options.causal, facts)
+
+
+def _check_size(n: int, maps: int) -> None:
+    if maps * n * n > MAX_PAIRS:
+        most = int((MAX_PAIRS / maps) ** 0.5)
+        raise ValueError(
+            f"every pair of every head and branch is counted, {show_count(MAX_PAIRS)}at most: with these "
+            f"heads and branches --length must be at most {most}, got {n} (shorter segments look the same)"
+        )
+
+
+def describe(picture: Picture, layers: int) -> dict[str, Any]:
+    """All numbers of a picture; `layers` is a list of what is reached after 1, 2, ... layers."""
+    counts, n = picture.counts, picture.n  # of which a query may see so many at all:
+    allowed = torch.arange(1, n + 1).double() if picture.is_causal else torch.full((n,), float(n)).double()
+    reached = (counts > 0).any(0)
+    share = (counts > 0).sum(-1).double() / allowed
+    pairs = torch.bincount(counts.flatten()).tolist()
+    scored = sum(times * count for times, count in enumerate(pairs))
+    return {
+        "length": n,
+        "heads": len(counts),
+        "is_causal": picture.is_causal,
+        **picture.facts,
+        "head_classes": picture.classes,
+        "scored_pairs": scored,
+        "share_of_dense": scored / (len(counts) * allowed.sum().item()),
+        "multiplicity": {str(times): count for times, count in enumerate(pairs) if times and count},
+        "coverage": _summary(reached.sum(-1) / allowed),
+        "coverage_by_head": share.mean(1).tolist(),
+        "positions_without_keys": (share == 0).sum(1).tolist(),
+        "layers": [
+            {"layer": layer, **_summary(field.sum(-1) / allowed)}
+            for layer, field in enumerate(receptive_fields(reached, layers), 1)
+        ],
+    }
+
+
+def _summary(share: Tensor) -> dict[str, float]:
+    """Of all positions, and of the last one, which under a causal mask has the most to see."""
+    return {"mean": share.mean().item(), "least": share.min().item(), "last_position": share[-1].item()}
+
+
+def receptive_fields(reached: Tensor, layers: int) -> list[Tensor]:
+    """(n, n) bool after 1, 2, ... layers: a projection mixes the heads, and the residual keeps a row."""
+    step = (reached | torch.eye(len(reached), dtype=torch.bool)).float()
+    fields = [step > 0]
+    for _ in range(1, layers):
+        fields.append(fields[-1].float() @ step > 0)
+    return fields
+
+
+def even_cells(n: int, most: int) -> int:
+    """Cells a side: one a position if they fit, else a number that divides the positions, if one does."""
+    if n <= most:
+        return n
+    return next((cells for cells in range(most, most // 2, -1) if n % cells == 0), most)
+
+
+def shrink(counts: Tensor, cells: int) -> Tensor:
+    """(cells, cells) float: the mean count of the pairs of each cell; at most one cell a position."""
+    n = len(counts)
+    cells = min(n, cells)
+    edges = torch.arange(cells + 1) * n // cells
+    sums = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+    sums[1:, 1:] = counts.double().cumsum(0).cumsum(1)
+    corners = sums[edges][:, edges]
+    sizes = edges.diff().double()
+    return corners.diff(dim=0).diff(dim=1) / (sizes[:, None] * sizes)
+
+
+def text_map(picture: Picture, head: int | None, layers: int) -> Iterator[str]:
+    """Title and maps of one head or of all, and of what layers reach, as large as the terminal has room."""
+    cells = even_cells(picture.n, min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2)))
+    side = f"{picture.n / cells:.3g}"
+    is_exact = cells == picture.n
     legend = "the number is how often a pair meets"
-    if cells < picture.n:
-        legend = f"each cell stands for {picture.n / cells:.3g} x {picture.n / cells:.3g} positions"
-    yield f"\n{name}: query down, key across; {legend}"
-    yield from _map(counts, picture.is_causal)
-    if options.layers > 1:
-        yield f"\nreached after {options.layers} layers"
-        yield from _map(receptive_fields(picture.together > 0, options.layers)[-1].long(), picture.is_causal)
-    yield ""
-    yield from _facts(numbers)
-
-
-def _cells(n: int) -> int:
-    """Cells a side, as many as the terminal has room for."""
-    from .show_maps import even_cells
-
-    return even_cells(n, min(40, max(8, (shutil.get_terminal_size().columns - 4) // 2)))
-
-
-def _map(counts: Tensor, is_causal: bool) -> Iterator[str]:
-    """Counts where every position has a cell, else shades; two characters a cell."""
-    from .show_maps import shrink
-
-    cells = _cells(len(counts))
-    rows = shrink(counts, cells).tolist()
-    most = max(map(max, rows)) or 1.0
-    for y, row in enumerate(rows):
-        seen = row[: y + 1] if is_causal else row
-        yield "  " + "".join(_cell(value, most, cells == len(counts)) for value in seen)
+    legend = legend if is_exact else f"each cell stands for {side} x {side} positions"
+    name = "all heads together" if head is None else f"head {head}"
+    together = picture.counts.sum(0)
+    maps = {f"{name}: query down, key across; {legend}": together if head is None else picture.counts[head]}
+    if layers > 1:
+        maps[f"reached after {layers} layers"] = receptive_fields(together > 0, layers)[-1].long()
+    yield paint(picture.size, "bold")
+    for name, counts in maps.items():
+        yield f"\n{name}"
+        rows = shrink(counts, cells).tolist()
+        most = max(map(max, rows)) or 1.0
+        for y, row in enumerate(rows):
+            seen = row[: y + 1] if picture.is_causal else row
+            yield "  " + "".join(_cell(value, most, is_exact) for value in seen)
 
 
 def _cell(value: float, most: float, is_exact: bool) -> str:
+    """Two characters: a count where every position has a cell, else a shade."""
     if value <= 0:
         return paint("· ", "dim")
     if is_exact:
@@ -123,42 +223,74 @@ def _cell(value: float, most: float, is_exact: bool) -> str:
     return paint(shade * 2, "cyan")
 
 
-def _facts(numbers: Mapping[str, Any]) -> Iterator[str]:
-    dense = f"{numbers['share_of_dense']:.1%} of dense attention"
-    yield f"scored pairs      {show_count(numbers['scored_pairs']).strip()} over all heads, {dense}"
+def text_facts(numbers: Mapping[str, Any]) -> Iterator[str]:
+    """The numbers of `describe` in words."""
+    scored, dense = show_count(numbers["scored_pairs"]).strip(), numbers["share_of_dense"]
+    yield from labelled("scored pairs", f"{scored} over all heads, {dense:.1%} of dense attention")
+    for index, branch in enumerate(numbers.get("branches", ())):
+        offsets = ["-" if each[index] is None else str(each[index]) for each in numbers["offsets"]]
+        shown = " ".join(offsets[:32]) + (" ..." if len(offsets) > 32 else "")
+        name = f"branch {branch['segment_length']} / {branch['dilation_rate']}"
+        yield from labelled(name, f"offset of each head: {shown}")
     if "branches" in numbers:
-        for index, branch in enumerate(numbers["branches"]):
-            offsets = ["-" if each[index] is None else str(each[index]) for each in numbers["offsets"]]
-            name = f"{branch['segment_length']} / {branch['dilation_rate']}"
-            shown = " ".join(offsets[:32]) + (" ..." if len(offsets) > 32 else "")
-            yield f"branch {name:<10} offset of each head: {shown}"
         met = ", ".join(f"{count} pairs {times}x" for times, count in numbers["multiplicity"].items())
-        yield f"multiplicity      {met or 'no pair meets'}"
+        yield from labelled("multiplicity", met or "no pair meets")
     else:
         kept, asked = numbers["density"], numbers["density_asked"]
-        yield f"density           {kept:.1%} of the blocks are kept, {asked:.1%} were asked for"
-    cover = numbers["coverage"]
-    yield (
-        f"coverage          one layer, all heads: {cover['mean']:.1%} of the positions a token may see; "
-        f"the last token {cover['last_position']:.1%}"
-    )
-    mean = sum(numbers["coverage_by_head"]) / numbers["heads"]
-    yield f"                  one layer, one head: {mean:.1%}"
-    without = numbers["positions_without_keys"]
+        yield from labelled("density", f"{kept:.1%} of the blocks are kept, {asked:.1%} were asked for")
+    mean, without = sum(numbers["coverage_by_head"]) / numbers["heads"], numbers["positions_without_keys"]
+    unreached = []
     for count in dict.fromkeys(filter(None, without)):
         heads = ", ".join(str(head) for head, of_head in enumerate(without) if of_head == count)
-        yield f"                  head {heads}: {count} positions reach nothing"
+        unreached.append(f"head {heads}: {count} positions reach nothing")
+    of_all = f"one layer, all heads: {_coverage(numbers['coverage'])}"
+    yield from labelled("coverage", of_all, f"one layer, one head: {mean:.1%}", *unreached)
     for layer in numbers["layers"][1:]:
-        yield (
-            f"after {layer['layer']} layers    {layer['mean']:.1%} of the positions a token may see; "
-            f"the last token {layer['last_position']:.1%}"
-        )
+        yield from labelled(f"after {layer['layer']} layers", _coverage(layer))
+
+
+def _coverage(share: Mapping[str, float]) -> str:
+    last = f"the last token {share['last_position']:.1%}"
+    return f"{share['mean']:.1%} of the positions a token may see; {last}"
+
+
+def picture_parts(picture: Picture, layers: int, most: int) -> tuple[str, list[Map], list[Meaning]]:
+    """Title, maps of at most so many cells a side, and legend.
+
+    The maps are those of all heads together, of each class of heads, and of what layers reach, each with
+    colours of its own.
+    """
+    together = picture.counts.sum(0)
+    panels = [("all heads", together, INK)]
+    for heads in picture.classes[:MAX_HEADS] if len(picture.classes) > 1 else ():
+        panels.append((f"head {', '.join(map(str, heads))}", picture.counts[heads[0]], INK))
+    fields = receptive_fields(together > 0, layers)
+    panels += [(f"after {i} layers", field.long(), FIELD_INK) for i, field in enumerate(fields[1:], 2)]
+    maps = []
+    for name, counts, ink in panels:
+        share = shrink(counts, even_cells(picture.n, most))
+        share = share / share.max().clamp(min=1e-12)
+        maps.append(Map(name, shade(share, ink, is_causal=picture.is_causal), picture.n))
+    legend = [Meaning("query attends to key: the darker, the more often", scale_of(INK))]
+    legend += [Meaning("reached through layers", scale_of(FIELD_INK))] if layers > 1 else []
+    legend += [Meaning("not attended", (WHITE,))]
+    legend += [Meaning("future, never seen", (FUTURE,))] if picture.is_causal else []
+    kind = "Dilated attention" if "branches" in picture.facts else "Block-sparse attention"
+    return f"{kind}: {picture.size}", maps, legend
+
+
+def draw(picture: Picture, layers: int, path: Path, pixels: int) -> int:
+    """Writes .svg or .png with panels of about so many pixels; returns the number of panels."""
+    most = min(SVG_CELLS, pixels) if path.suffix.lower() == ".svg" else pixels
+    title, maps, legend = picture_parts(picture, layers, most)
+    write_picture(path, title, maps, legend, pixels)
+    return len(maps)
 
 
 def svg_of(words: str, pixels: int, svg_id: str) -> str:
     """The picture that the command writes with these options."""
-    from .show_maps import svg_of_options
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return svg_of_options(parser.parse_args([*words.split(), "--pixels", str(pixels)]), svg_id)
+    parser = ArgumentParser()
+    arguments.show(parser)
+    options = parser.parse_args(words.split())
+    parts = picture_parts(make_picture(options), options.layers, min(SVG_CELLS, pixels))
+    return pictures.svg_of(*parts, pixels, svg_id)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
 from typing import Any
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -61,6 +62,12 @@ def paint(text: str, colour: str) -> str:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def labelled(name: str, *values: str) -> Iterator[str]:
+    """A line a value, the first after the name, the others below it."""
+    for number, value in enumerate(values):
+        yield f"{'' if number else name:<17} {value}"
 
 
 def show_bytes(nbytes: float) -> str:

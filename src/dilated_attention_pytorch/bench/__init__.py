@@ -1,1 +1,0 @@
-"""Attention by name, compared on this machine: `python -m dilated_attention_pytorch.bench --help`."""

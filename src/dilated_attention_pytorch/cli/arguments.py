@@ -1,0 +1,125 @@
+"""The options of `demo`, `doctor`, `show` and `plan`, whose modules import torch: help must not wait for it.
+
+A function a command; its docstring is the description in the help.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from .text import byte_count, int_list, positive_int
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+PATTERNS = ("dilated_sparse", "local_window", "global_local", "strided", "random", "hierarchical", "adaptive")
+NUMBER: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+
+
+def demo(parser: ArgumentParser) -> None:
+    """A first look at the library on this machine, written up as a page of HTML.
+
+    Checks the library against its definition; measures time and memory of dense, dilated and block-sparse
+    attention as the length doubles; trains a small language model on the source of Python's own library and
+    lets it write. It needs no network and about two and a half minutes on two cores. Ctrl-C ends it early;
+    the report then holds what was found until then.
+
+        dilated-attention demo
+        dilated-attention demo --seconds 20 --train-seconds 20 --out look.html
+    """
+    seconds: dict[str, Any] = {"type": float, "default": 60.0, "metavar": "S"}
+    parser.add_argument("--seconds", help="time that the measurements may take (default: 60)", **seconds)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--train-seconds", help="time that the training may take; 0 trains nothing (default: 60)", **seconds)
+    add("--steps", help="train so many steps, however long they take", **NUMBER)
+    report = Path("dilated-attention-demo.html")
+    add = parser.add_argument
+    add("--out", type=Path, default=report, metavar="FILE", help=f"the report (default: {report})")
+    _add_json(parser, "print what was found as JSON; progress goes to standard error")
+
+
+def doctor(parser: ArgumentParser) -> None:
+    """Says what is installed, what this machine offers, which kernels can run here and why others cannot.
+
+    Then checks the library against its definition, forward and gradients. Exit code 1 if a check fails.
+
+        dilated-attention doctor
+        dilated-attention doctor --json > facts.json
+    """
+    _add_json(parser, "print the facts and checks as JSON")
+
+
+def show(parser: ArgumentParser) -> None:
+    """Draws what attends to what, in the terminal or as a picture (--out).
+
+    For dilated attention or for a block pattern (--pattern): offsets of each head, multiplicity (how many
+    branches connect a pair), coverage (of the positions that a token may see, the share it reaches in one
+    layer) and the receptive field over layers.
+
+        dilated-attention show
+        dilated-attention show --length 512 --segments 64,256,512 --rates 1,4,8 --heads 8 --causal --layers 3
+        dilated-attention show --length 1024 --pattern local_window --block-size 32 --out window.png
+    """
+    add = parser.add_argument
+    add("--length", "--lengths", default=32, help="positions (default: 32)", **NUMBER)
+    _add_branches(parser, "segment lengths (default: 8,32)", "dilation rates (default: 1,4)")
+    parser.set_defaults(segments=(8, 32), rates=(1, 4))
+    add("--heads", default=4, help="heads (default: 4)", **NUMBER)
+    add("--causal", action="store_true", help="no query sees a later key")
+    add("--mixing", choices=("all", "grouped"), default="all", help="head_mixing (default: all)")
+    add("--offsets", choices=("interleaved", "blocked"), default="interleaved", help="head_offsets")
+    add("--layers", default=1, help="what is reached after so many layers (default: 1)", **NUMBER)
+    add = parser.add_argument_group("block patterns, instead of dilated attention").add_argument
+    add("--pattern", choices=PATTERNS, help="type of the pattern")
+    add("--density", type=float, default=0.1, help="share of the blocks that is kept (default: 0.1)")
+    add("--block-size", default=4, help="(default: 4)", **NUMBER)
+    add("--window", help="window_size, in tokens", **NUMBER)
+    add("--global-tokens", help="first tokens, seen by all", **NUMBER)
+    add("--seed", type=int, default=0, help="of random patterns (default: 0)")
+    add = parser.add_argument_group("output").add_argument
+    add("--head", type=int, metavar="H", help="draw this head alone in the terminal")
+    add("--out", type=Path, metavar="FILE", help="write a picture, .png or .svg")
+    add("--pixels", default=320, help="side of a panel of the picture (default: 320)", **NUMBER)
+    _add_json(parser, "print the numbers as JSON, draw nothing in text")
+
+
+def plan(parser: ArgumentParser) -> None:
+    """Proposes settings for sequences of a length, with the costs to expect, the reasons and code to paste.
+
+    Segment lengths and rates by LongNet's geometric rule, kind of module, pool and cache; FLOPs, memory and
+    communication. What is predicted is that of attention alone: projections, feed-forward and weights come
+    on top.
+
+        dilated-attention plan --length 1M --dtype bfloat16 --causal --memory 8GiB
+        dilated-attention plan --length 65536 --heads 16 --head-dim 64 --layers 12 --train
+        dilated-attention plan --length 64k --segments 4k,64k --rates 1,8
+        dilated-attention plan --length 16M --ranks 64 --dtype bfloat16 --train --memory 16GiB --json
+    """
+    add = parser.add_argument
+    add("--length", "--lengths", required=True, help="tokens: 65536, 64k, 1M", **NUMBER)
+    add("--heads", default=8, help="(default: 8)", **NUMBER)
+    add("--kv-heads", help="key heads (default: as many)", **NUMBER)
+    add("--head-dim", default=64, help="(default: 64)", **NUMBER)
+    add("--batch", default=1, help="sequences (default: 1)", **NUMBER)
+    add("--layers", default=1, help="(default: 1)", **NUMBER)
+    add("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+    add("--train", action="store_true", help="with gradients")
+    add("--causal", action="store_true", help="no token sees a later one")
+    add("--ranks", default=1, help="processes (default: 1)", **NUMBER)
+    memory = "of each rank, as 8GiB (default: what is free here)"
+    add("--memory", type=byte_count, metavar="SIZE", help=memory)
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    add("--first-segment", help="shortest segment (default: 2048)", **NUMBER)
+    growth = "growth of lengths and rates (default: 2 where five branches suffice, else 4)"
+    add("--ratio", help=growth, **NUMBER)
+    _add_branches(parser, "segment lengths, instead of proposed ones", "dilation rates of --segments")
+    _add_json(parser, "print the plan as JSON")
+
+
+def _add_branches(parser: ArgumentParser, segments: str, rates: str) -> None:
+    parser.add_argument("--segments", type=int_list, metavar="W,...", help=segments)
+    parser.add_argument("--rates", type=int_list, metavar="R,...", help=rates)
+
+
+def _add_json(parser: ArgumentParser, text: str) -> None:
+    parser.add_argument("--json", action="store_true", help=text)

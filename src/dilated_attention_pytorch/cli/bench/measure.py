@@ -1,0 +1,194 @@
+"""HOW it is measured: interleaved timing in one process, the kernel's books of memory, child processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.host_memory import host_memory, is_out_of_memory
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every measured duration of a candidate, in seconds and in order."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles; 0 for a single measurement."""
+        if len(self.seconds) < 2:
+            return 0.0
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return upper - lower
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    warmup: int = 1,
+    at_most: Mapping[str, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Runs all candidates once a round, in alternating order, and times each run.
+
+    What else the machine does then falls on all of them alike, and each runs as often right after itself as
+    right after another. `warmup` rounds before the first are not timed. Candidates of `at_most` take part in
+    that many rounds, spread over all of them, and in no warmup.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    limits = at_most or {}
+    with _no_garbage_collection():
+        for number in range(-warmup, repeats):
+            for name in order:
+                if name in limits and (number < 0 or number * limits[name] % repeats >= limits[name]):
+                    continue
+                start = clock()
+                candidates[name]()
+                elapsed = clock() - start
+                if number >= 0:
+                    seconds[name].append(elapsed)
+            order.reverse()
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection would fall on whichever candidate happens to run."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class NotMeasurableError(Exception):
+    """This platform or machine cannot provide the figure; the message says why."""
+
+
+def reset_peak_memory() -> int:
+    """Lowers the process's peak resident memory to its present one, and returns that in bytes."""
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError as error:
+        raise NotMeasurableError(f"peak memory cannot be reset here: {error}") from error
+    return read_status("VmRSS")
+
+
+def read_status(field: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of this process, in bytes."""
+    try:
+        text = STATUS.read_text()
+    except OSError as error:
+        raise NotMeasurableError("peak memory is read from /proc, which this platform lacks") from error
+    for line in text.splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise NotMeasurableError(f"{STATUS} has no {field}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a process found: the error of what it measured, counts by name, seconds by candidate.
+
+    `error` is None where nothing could be compared, and `why_not` says why nothing was measured.
+    """
+
+    error: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    why_not: str | None = None
+
+
+def why_too_large(needed: int) -> str | None:
+    """Why so many bytes of tensors do not fit this machine; None if they do."""
+    now = host_memory()
+    if now is None or needed <= 0.9 * now.available:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, {now.available / 2**30:.1f} GiB are available"
+
+
+def measure_in_child(
+    measure: Callable[..., Measured], *arguments: Any, needed: int = 0, timeout: float | None = None
+) -> Measured:
+    """What `measure` finds in a process of its own, which is ended after `timeout` seconds.
+
+    Peak memory is a property of a process, and a new one has no freed memory to hide in. It is not started
+    where `needed` bytes are not to be had.
+    """
+    if why_not := why_too_large(needed):
+        return Measured(why_not=why_not)
+    receiver, sender = Pipe(duplex=False)
+    process = start_process(torch.get_num_threads(), _answer, sender, measure, *arguments)
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return Measured(why_not=f"it was ended after {timeout:.0f} s")
+        found: Measured = receiver.recv()
+        return found
+    except EOFError:
+        process.join()
+        if (code := process.exitcode or 0) >= 0:  # its error stands on standard error
+            raise RuntimeError(f"measuring in a process of its own failed with status {code}") from None
+        return Measured(why_not=f"the process was ended by signal {-code}, likely out of memory")
+    finally:
+        process.kill()
+        process.join()
+
+
+def start_process(threads: int, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
+    """A new interpreter that calls `target`, with so many threads from its beginning."""
+    process = get_context("spawn").Process(target=target, args=arguments)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        process.start()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+    return process
+
+
+def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: Any) -> None:
+    warnings.simplefilter("ignore")  # the parent's gate has shown them
+    torch.manual_seed(0)
+    try:
+        found = measure(*arguments)
+    except NotMeasurableError as error:
+        found = Measured(why_not=str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = Measured(why_not=f"out of memory: {error}")
+    sender.send(found)

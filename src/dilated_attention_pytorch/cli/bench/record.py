@@ -1,0 +1,279 @@
+"""The record of a run: JSON that holds everything measured, and tables and pages rendered from it alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...checks import parse_json
+from ..report import Page
+from .measure import Timing
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that a case stands for; `value` is None where it could not be measured.
+
+    `target` is the most that it should be, or with `at_least` the least. A missed one is a fact about a
+    machine and never an error. The unit is "x", "bytes" or "tokens".
+    """
+
+    name: str
+    value: float | None
+    unit: str = "x"
+    target: float | None = None
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.target is None:
+            return None
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+    @property
+    def number(self) -> str:
+        return "not measured" if self.value is None else show_value(self.value, self.unit)
+
+    @property
+    def verdict(self) -> str:
+        """The target and whether it is met."""
+        if self.target is None:
+            return ""
+        words = {None: "", True: ", met", False: ", **not met**"}[self.met]
+        return f"{'at least ' if self.at_least else ''}{show_value(self.target, self.unit)}{words}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured case: its kind, name and sizes, the error its gate saw, all durations and counts, figures.
+
+    `notes` says by candidate why one was not measured, or which options it did not heed.
+    """
+
+    case: dict[str, Any]
+    repeats: int
+    error: float | None
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    figures: tuple[Figure, ...] = ()
+    why_not: str | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.case["name"])
+
+    def timing(self, name: str) -> Timing | None:
+        return Timing(self.seconds[name]) if self.seconds.get(name) else None
+
+    def shown(self, figure: Figure) -> list[str]:
+        """The figure, or why there is none, and its target."""
+        missing = figure.value is None and self.why_not
+        return [f"not measured: {self.why_not}" if missing else figure.number, figure.verdict]
+
+    def milliseconds(self, name: str) -> str:
+        """Minimum, then median and half the quartile distance; a single duration is all there is to say."""
+        timing = self.timing(name)
+        if timing is None:
+            return ""
+        values = (timing.minimum, timing.median, timing.spread / 2)
+        minimum, median, spread = (f"{1e3 * value:.1f}" for value in values)
+        return minimum if len(timing.seconds) == 1 else f"{minimum} ({median} ± {spread})"
+
+    def mebibytes(self, name: str) -> str:
+        return f"{self.counts[name] / 2**20:.1f}" if name in self.counts else ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`project` and `machine` are facts by name; None stands for a fact that could not be found."""
+
+    project: dict[str, str | bool | None]
+    machine: dict[str, str | int | float | None]
+    results: tuple[Result, ...]
+
+
+class Table(NamedTuple):
+    """A head and rows of text. As a string it is Markdown, with numbers on the right of the first column."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+    def __str__(self) -> str:
+        rule = ["---", *["---:"] * (len(self.head) - 1)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in [self.head, rule, *self.rows])
+
+
+@dataclass(frozen=True)
+class Section:
+    """How results of one kind are shown: a title, a table, and the sizes of a case in a few words."""
+
+    title: str
+    table: Callable[[Sequence[Result]], Table]
+    describe: Callable[[dict[str, Any]], str]
+    has_rounds: bool = True
+    has_spread: bool = True
+
+
+def case_of(case: Any) -> dict[str, Any]:
+    """A case, a dataclass with a `kind`, as a record holds it."""
+    found: dict[str, Any] = json.loads(json.dumps({"kind": case.kind, **asdict(case)}))
+    return found
+
+
+def ratio(counts: Mapping[str, float], over: str, under: str) -> float | None:
+    return counts[over] / counts[under] if counts.keys() >= {over, under} else None
+
+
+def show_value(value: float, unit: str) -> str:
+    """A value with its unit: bytes in GiB, or in MiB below one."""
+    if unit == "bytes":
+        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+    return f"{value:.3f}" if unit == "x" else f"{value:,.0f}"
+
+
+def to_json(record: Record) -> str:
+    document = {"schema": SCHEMA, **asdict(record)}
+    for result, written in zip(record.results, document["results"], strict=True):
+        written["figures"] = [{**asdict(figure), "met": figure.met} for figure in result.figures]
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> Record:
+    """The inverse of `to_json`. A `ValueError` says why a text is not such a record."""
+    document = parse_json(text)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"a record must have schema {SCHEMA}, got {schema}")
+    try:
+        facts = document["project"], document["machine"]
+        if not all(isinstance(each, dict) for each in facts):
+            raise TypeError("project and machine must be facts by name")
+        return Record(*facts, tuple(map(_read_result, document["results"])))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is not a complete record: {error!r}") from error
+
+
+def _read_result(data: dict[str, Any]) -> Result:
+    seconds = {name: tuple(values) for name, values in data["seconds"].items()}
+    durations = [value for values in seconds.values() for value in values]
+    if not all(isinstance(value, (int, float)) and 0.0 < value < math.inf for value in durations):
+        raise TypeError("durations must be positive numbers")
+    if not isinstance(data["counts"], dict):
+        raise TypeError("counts must be numbers by name")
+    _ = data["case"]["kind"], data["case"]["name"]
+    figures = [{name: value for name, value in figure.items() if name != "met"} for figure in data["figures"]]
+    return Result(**{**data, "seconds": seconds, "figures": tuple(Figure(**figure) for figure in figures)})
+
+
+def read_record(file: Path) -> Record:
+    try:
+        return from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a record of the bench: {error}") from None
+
+
+def to_markdown(record: Record, sections: Mapping[str, Section]) -> str:
+    """Tables by kind of case, and the sentence that says where they come from."""
+    parts = []
+    for section, table, sizes in _tables(record, sections):
+        parts += [section.title, str(table), "\n".join(f"- {sentence}" for sentence in sizes)]
+    return "\n\n".join([*parts, origin(record, sections)]) + "\n"
+
+
+def _tables(record: Record, sections: Mapping[str, Section]) -> Iterator[tuple[Section, Table, list[str]]]:
+    """By kind its table, and the sizes of its cases, each stated once with the cases that share them."""
+    if unknown := {result.case["kind"] for result in record.results} - sections.keys():
+        kinds = f"{', '.join(sorted(unknown))}; it holds {', '.join(sections)}"
+        raise ValueError(f"this table holds no {kinds}: a record of benchmarks/ is rendered by its program")
+    for kind, section in sections.items():
+        results = [result for result in record.results if result.case["kind"] == kind]
+        names: dict[str, list[str]] = {}
+        for result in results:
+            names.setdefault(section.describe(result.case), []).append(result.name)
+        if results:
+            yield (
+                section,
+                section.table(results),
+                [f"{', '.join(of)}: {sizes}." for sizes, of in names.items()],
+            )
+
+
+def origin(record: Record, sections: Mapping[str, Section]) -> str:
+    """Where the figures come from: version, machine and rounds."""
+    project, machine = record.project, record.machine
+    commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
+    changed = " with local changes" if project.get("changed") else ""
+    dtypes = {result.case["config"].get("dtype", "float32") for result in record.results} or {"float32"}
+    timed = [x for x in record.results if x.seconds and sections[x.case["kind"]].has_rounds]
+    repeats = sorted({result.repeats for result in timed})
+    word = "round" if repeats == [1] else "rounds"
+    rounds = f", {' or '.join(map(str, repeats))} {word}" if repeats else ""
+    has_spread = any(sections[result.case["kind"]].has_spread for result in timed)
+    legend = " Times: minimum (median ± half the quartile distance)." if has_spread else ""
+    load = machine.get("load")
+    busy = "" if load is None else f", load average {load} before the run"
+    return (
+        f"Version {project.get('version') or 'unknown'}{commit}{changed}; "
+        f"{' and '.join(sorted(dtypes, reverse=True))} on "
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads; "
+        f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
+    )
+
+
+def to_page(
+    record: Record, sections: Mapping[str, Section], charts: Sequence[tuple[str | None, str]] = ()
+) -> str:
+    """The tables as an HTML page, below charts, each an SVG and its caption."""
+    page = Page(
+        "Attention, measured", "Every figure was measured after its candidate had given the right answer."
+    )
+    for svg, caption in charts:
+        page.figure(svg, caption)
+    for section, table, sizes in _tables(record, sections):
+        page.heading(_plain(section.title))
+        page.table([*map(_plain, table.head)], [[*map(_plain, row)] for row in table.rows])
+        for sentence in sizes:
+            page.paragraph(sentence)
+    page.paragraph(origin(record, sections))
+    return page.render()
+
+
+def _plain(text: str) -> str:
+    """Markdown's marks removed."""
+    return re.sub(r"\*\*|`", "", text)
+
+
+def check_places(*files: Path | None) -> None:
+    """Finds out before the measurement, not after it, that its result cannot be stored."""
+    given = [file for file in files if file]
+    if len({file.resolve() for file in given}) < len(given):
+        raise ValueError(f"every file takes one thing, got one twice in {', '.join(map(str, given))}")
+    for file in given:
+        if not file.parent.is_dir():
+            raise ValueError(f"{file} cannot be written: there is no directory {file.parent}")
+        if file.is_dir():
+            raise ValueError(f"{file} cannot be written: it is a directory")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{file} cannot be written: it is read-only")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file whole or not at all: a full disk leaves what was there."""
+    if not file.is_file():  # new, or a device such as /dev/stdout
+        file.write_text(text, encoding="utf-8")
+        return
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)

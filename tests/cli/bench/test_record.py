@@ -1,0 +1,160 @@
+"""The record round-trips and renders; those that are stored are of the suites, and as the pages show them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import common
+import pytest
+from cpu import SECTIONS, LongCase, MemoryCase, TimeCase
+
+from dilated_attention_pytorch.cli.bench.measure import Measured
+from dilated_attention_pytorch.cli.bench.record import (
+    Record,
+    Result,
+    case_of,
+    check_places,
+    from_json,
+    read_record,
+    to_json,
+    to_markdown,
+    to_page,
+    write_text,
+)
+from dilated_attention_pytorch.cli.main import main
+from support.suites import RESULTS, SUITES, suite
+
+CONFIG = common.Config(4, 8, (16, 40), (1, 2))
+MIB = 2**20
+
+
+def result_of(case: Any, *measured: Any) -> Result:
+    found = Measured(1e-7, *measured)
+    values = (found.error, found.seconds, found.counts, tuple(case.figures(found)), found.why_not)
+    return Result(case_of(case), 3, *values)
+
+
+TIMES = {"bare": (2.0, 4.0, 3.0), "dilated": (3.0, 8.0, 6.0)}
+TIME = result_of(TimeCase("timed", CONFIG, ((1, 64),), target=1.4), {"flops": 6 * 10**9}, TIMES)
+HELD = MemoryCase("held", CONFIG, 64, target=1.25)
+MEMORY = result_of(HELD, {"peak_extra": 6 * MIB, "results": 5 * MIB})
+LONG = result_of(
+    LongCase("long", CONFIG, 640, 64, memory_target=2**31, time_target=1.15),
+    {"peak_total": 3 * 2**30},
+    {"base": (10.0, 11.0), "long": (11.0, 12.0)},
+)
+UNMEASURED = result_of(MemoryCase("elsewhere", CONFIG, 64, target=1.25), {}, {}, "no /proc here")
+RECORD = Record(
+    {"version": "1.2.3", "commit": "0123456789abcdef", "changed": True},
+    {"cpu": "Some CPU", "cores": 2, "threads": 2, "torch": "9.9", "load": 0.25, "memory_bytes": None},
+    (TIME, MEMORY, UNMEASURED, LONG),
+)
+
+
+def test_figures_follow_from_what_was_measured() -> None:
+    minima, medians = TIME.figures
+    assert (minima.value, minima.target, minima.met) == (1.5, 1.4, False)
+    assert (medians.value, medians.met) == (2.0, None)
+    assert (MEMORY.figures[0].value, MEMORY.figures[0].met) == (1.2, True)
+    peak, growth, _ = LONG.figures
+    assert (peak.value, peak.unit, peak.met) == (3 * 2**30, "bytes", False)
+    assert (growth.value, growth.met) == (1.1, True)
+    assert (UNMEASURED.figures[0].value, UNMEASURED.figures[0].met) == (None, None)
+
+
+def test_record_survives_json_and_renders_from_it_alone() -> None:
+    text = to_json(RECORD)
+    assert from_json(text) == RECORD
+    document = json.loads(text)
+    assert document["schema"] == 1
+    assert document["results"][0]["figures"][0]["met"] is False
+    text = to_markdown(from_json(text), SECTIONS)
+    for row in (
+        "| timed | 2000.0 (3000.0 ± 500.0) | 3000.0 (6000.0 ± 1250.0) | 2 | 1.500 | 2.000 |",
+        "| 1.400, **not met** |",
+        "| held | 6.0 | 5.0 | 1.200 | 1.250, met |",
+        "| elsewhere |  |  | not measured: no /proc here | 1.250 |",
+        "| long | 3.00 GiB | 2.00 GiB, **not met** | 10.00 s | 11.00 s | 1.100 | 1.150, met |",
+        "Version 1.2.3, commit 0123456789ab with local changes; float32 on Some CPU, 2 cores",
+        "- timed: b = 1, n = 64, h = 4, d = 8, branches (16, 1), (40, 2).",
+    ):
+        assert row in text
+    assert "<td>1.400, not met</td>" in to_page(RECORD, SECTIONS)
+
+
+@pytest.mark.parametrize("text", ['{"schema": 0}', "[]", '{"schema": 1, "project": {}}', "nonsense"])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"schema|complete|Expecting"):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"seconds": [1]}, "not a complete record"),
+        ({"seconds": {"bare": ["a"], "dilated": [1.0]}}, "durations must be positive"),
+        ({"seconds": {"bare": [0.0], "dilated": [1.0]}}, "durations must be positive"),
+        ({"seconds": {"bare": [math.nan], "dilated": [1.0]}}, "durations must be positive"),
+        ({"counts": None}, "counts must be numbers by name"),
+        ({"case": {}}, "not a complete record"),
+    ],
+)
+def test_damaged_records_are_named(damage: dict[str, Any], message: str, tmp_path: Path) -> None:
+    document = json.loads(to_json(RECORD))
+    document["results"][0] |= damage
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message):
+        read_record(file)
+    assert main(["bench", "--render", str(file)]) == 2
+    document["results"], document["machine"] = [], None
+    with pytest.raises(ValueError, match="facts by name"):
+        from_json(json.dumps(document))
+
+
+def test_places_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("kept")
+    for places in ((tmp_path / "a", tmp_path / "a"), (tmp_path,), (tmp_path / "none" / "a",)):
+        with pytest.raises(ValueError, match=r"cannot be written|one twice"):
+            check_places(*places)
+    assert (tmp_path / "a").read_text() == "kept"
+
+
+def test_files_are_written_whole_in_utf_8(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    for text in ("±", "≤"):
+        write_text(file, text)
+        assert file.read_bytes() == text.encode()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_every_record_has_its_suite() -> None:
+    assert {path.stem for path in RESULTS.glob("*.json")} == {*SUITES, "transformers"}  # of a sweep
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_records_are_of_all_cases_of_their_suite(name: str) -> None:
+    results, cases = read_record(RESULTS / f"{name}.json").results, suite(name).CASES
+    for result, case in zip(results, cases, strict=True):
+        assert result.case.items() <= case_of(case).items()  # older ones lack fields with their defaults
+        assert result.error is None or result.error < 0.05
+    judged = [figure.met for result in results for figure in result.figures if figure.target is not None]
+    assert all(judged) or name not in ("limit", "forecast", "quality")  # whose targets are promises
+
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+def test_replace_between_markers_keeps_the_rest_and_is_idempotent() -> None:
+    once = common.replace_between_markers(f"before\n{BEGIN}\nold\n{END}\nafter\n", "| new |\n", "bench")
+    assert once == f"before\n{BEGIN}\n\n| new |\n\n{END}\nafter\n"
+    assert common.replace_between_markers(once, "| new |", "bench") == once
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_replace_between_markers_wants_one_pair(text: str) -> None:
+    with pytest.raises(ValueError, match="the text must hold one"):
+        common.replace_between_markers(text, "table", "bench")
