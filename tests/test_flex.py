@@ -16,8 +16,8 @@ from dilated_attention_pytorch import (
     block_sparse,
     block_sparse_attention,
 )
-from dilated_attention_pytorch.flex import flex_block_sparse, why_not_flex
 from dilated_attention_pytorch.ops import block_spec, write_recipe
+from dilated_attention_pytorch.plan.flex import flex_block_sparse, why_not_flex
 from support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

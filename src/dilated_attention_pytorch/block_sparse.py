@@ -17,7 +17,6 @@ from .checks import (
     named_keywords,
     refuse_forward_mode,
 )
-from .flex import flex_block_sparse, why_not_flex
 from .ops import (
     BlockSparse,
     Tensors,
@@ -27,7 +26,8 @@ from .ops import (
     write_execution,
     write_spec,
 )
-from .plan import BlockPattern, build_pattern, score_pattern
+from .plan import BlockPattern, build_pattern, choose_blocks
+from .plan.flex import flex_block_sparse, why_not_flex
 from .spec import (
     DEFAULT_DILATION_RATES,
     DEFAULT_SEGMENT_LENGTHS,
@@ -76,8 +76,7 @@ def build_block_pattern(
             )
         with torch.no_grad():
             row = pool_queries(query, config.block_size, is_causal, key_mask)
-            ends = block_ends(n, config.block_size).to(key.device)
-            column = pool_keys(key, config.block_size, key_mask)[:, ends].transpose(1, 2)
+            column = pool_queries(key, config.block_size, False, key_mask)
             return choose_blocks(row, column, n, config, is_causal, key_mask)
     if not (query is None and key is None and key_mask is None):
         raise ValueError(
@@ -108,23 +107,14 @@ def check_branches(
 
 
 def pool_queries(x: Tensor, block_size: int, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """(b, n, h, d) -> (b, h, blocks, d): mean queries, in float32 or better; differentiable.
+    """(b, n, h, d) -> (b, h, blocks, d): the mean of each block, in float32 or better; differentiable.
 
-    Of each block; under a causal mask of as many positions that end with the block's first one, which is all
-    that its first query may know. Positions that `mask` (b, n) hides do not count.
+    Under a causal mask the mean of as many positions that end with the block's first one, which is all that
+    its first query may know. Positions that `mask` (b, n) hides do not count.
     """
-    x, weight = _weighted(x, mask)
-    n = x.shape[1]
-    blocks = -(-n // block_size)
-    before = block_size - 1 if is_causal else 0
-    after = max(0, blocks * block_size - before - n)
-
-    def total(y: Tensor) -> Tensor:
-        y = F.pad(y, (0, 0, 0, 0, before, after))[:, : blocks * block_size]
-        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
-        return windows.sum(2).transpose(1, 2)
-
-    return total(x) / total(weight).clamp_min(1.0)
+    windows = _windows(x, block_size, mask, block_size - 1 if is_causal else 0)
+    total, weight = (y.sum(2).transpose(1, 2) for y in windows)
+    return total / weight.clamp_min(1.0)
 
 
 def pool_keys(x: Tensor, block_size: int, mask: Tensor | None) -> Tensor:
@@ -132,55 +122,26 @@ def pool_keys(x: Tensor, block_size: int, mask: Tensor | None) -> Tensor:
 
     At the end of a block that is the mean of the block. Positions that `mask` (b, n) hides do not count.
     """
-    x, weight = _weighted(x, mask)
-    n = x.shape[1]
-    blocks = -(-n // block_size)
-
-    def running(y: Tensor) -> Tensor:
-        y = F.pad(y, (0, 0, 0, 0, 0, blocks * block_size - n))
-        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
-        return windows.cumsum(2).flatten(1, 2)[:, :n]
-
-    return running(x) / running(weight).clamp_min(1.0)
+    total, weight = (y.cumsum(2).flatten(1, 2)[:, : x.shape[1]] for y in _windows(x, block_size, mask))
+    return total / weight.clamp_min(1.0)
 
 
-def _weighted(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In accumulation precision, hidden positions as zeros; and 1 for each position that counts."""
+def _windows(x: Tensor, size: int, mask: Tensor | None, before: int = 0) -> tuple[Tensor, Tensor]:
+    """x behind `before` zeros, and 1 for each position that counts, as (b, blocks, size, h, d)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if mask is None:
-        return x, x.new_ones(x.shape[0], x.shape[1], 1, 1)
-    is_seen = mask[:, :, None, None]
-    return x.masked_fill(~is_seen, 0.0), is_seen.to(x.dtype)
+    weight = x.new_ones(x.shape[0], x.shape[1], 1, 1)
+    if mask is not None:
+        x = x.masked_fill(~mask[:, :, None, None], 0.0)
+        weight = mask[:, :, None, None].to(x.dtype)
+    blocks = -(-x.shape[1] // size)
+    padded = (F.pad(y, (0, 0, 0, 0, before, size))[:, : blocks * size] for y in (x, weight))
+    x, weight = (y.reshape(len(y), blocks, size, *y.shape[2:]) for y in padded)
+    return x, weight
 
 
 def block_ends(n: int, block_size: int) -> Tensor:
     """The last position of each block."""
     return torch.arange(block_size - 1, n + block_size - 1, block_size, device="cpu").clamp_max(n - 1)
-
-
-def choose_blocks(
-    row: Tensor,
-    column: Tensor,
-    n: int,
-    config: SparsePatternConfig,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    noise: float = 0.0,
-) -> BlockPattern:
-    """The "adaptive" pattern of features (b, h, blocks, f) of queries and (b, h_kv, blocks, f) of keys."""
-    visible = None
-    if key_mask is not None:
-        pad = row.shape[2] * config.block_size - n
-        visible = (
-            F.pad(key_mask, (0, pad))
-            .view(row.shape[0], row.shape[2], -1)
-            .any(-1)
-            .repeat_interleave(row.shape[1], 0)
-        )
-    with torch.no_grad():
-        columns = column.repeat_interleave(row.shape[1] // column.shape[1], 1)
-        flat = (row.flatten(0, 1), columns.flatten(0, 1))
-        return score_pattern(*flat, n, config, is_causal=is_causal, visible=visible, noise=noise)
 
 
 @overload

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..spec import SparsePatternConfig
 from .block_pattern import BlockPattern, count_blocks
@@ -87,7 +88,7 @@ def _keep(case: _Case, row: Tensor) -> Tensor:
     is_repeated[:, 1:] = place[:, 1:] == place[:, :-1]
     turn = turn.masked_fill_(is_repeated | (place == _NONE), offered.shape[1])
     turn = turn.topk(case.budget.per_row, 1, largest=False, sorted=False).values
-    place = torch.nn.functional.pad(offered, (0, 1), value=_NONE).gather(1, turn)
+    place = pad(offered, (0, 1), value=_NONE).gather(1, turn)
     column = row[:, None] + torch.where(place % 2 == 1, place // 2, -(place // 2))
     return column.masked_fill_(place == _NONE, case.rows).sort(1).values.int()
 
@@ -179,44 +180,51 @@ def _assemble(
     )
 
 
-def score_pattern(
-    query: Tensor,
-    key: Tensor,
+def choose_blocks(
+    row: Tensor,
+    column: Tensor,
     n: int,
     config: SparsePatternConfig,
-    *,
     is_causal: bool,
-    visible: Tensor | None = None,
+    key_mask: Tensor | None,
     noise: float = 0.0,
 ) -> BlockPattern:
     """The "adaptive" pattern: of each row the blocks of the highest score, its own and global ones always.
 
-    `query` (layouts, rows, features) and `key` (layouts, rows, features) describe the blocks; their products
-    are the scores. Of blocks that are not `visible` (layouts, rows) only a row's own is kept. `noise` adds
-    Gumbel noise of that temperature, so that others get a try.
+    Features (b, h, blocks, f) of queries and (b, h_kv, blocks, f) of keys give the scores, their products.
+    Of blocks without a key that `key_mask` (b, n) shows only a row's own is kept. `noise` adds Gumbel noise
+    of that temperature, so that others get a try.
     """
-    if not len(query):  # an empty batch: nobody will ask for more than a pattern
-        query = key = query.new_zeros(1, query.shape[1], 1)
-        visible = None
-    layouts, rows, _ = query.shape
+    b, h, rows, _ = row.shape
+    if not b:  # an empty batch: nobody will ask for more than a pattern
+        row, column, key_mask, b = (
+            row.new_zeros(1, *row.shape[1:]),
+            column.new_zeros(1, *column.shape[1:]),
+            None,
+            1,
+        )
+    query, key = row.flatten(0, 1), column.repeat_interleave(h // column.shape[1], 1).flatten(0, 1)
+    seen = torch.ones(b, rows, dtype=torch.bool, device=row.device)
+    if key_mask is not None:
+        seen = pad(key_mask, (0, rows * config.block_size - n)).view(b, rows, -1).any(-1)
+    seen = seen.repeat_interleave(h, 0)[:, None]
     budget = make_budget(config, rows, is_causal)
     before, after = _window(config, is_causal)
-    column = torch.arange(rows, device=query.device)
+    index = torch.arange(rows, device=row.device)
     kept = []
-    for row in torch.split(column, max(1, _CHUNK // (layouts * rows))):
-        score = (query[:, row] @ key.transpose(1, 2)).float()
-        if noise:
-            score = score - noise * torch.empty_like(score).exponential_().log()
-        ahead = column - row[:, None]
-        score = score.nan_to_num().clamp(-1e30, 1e30)
-        score = score.masked_fill((ahead >= -before) & (ahead <= after), 1e31)
-        score = score.masked_fill(column < budget.num_global, 2e31)
-        if visible is not None:
-            score = score.masked_fill(~visible[:, None], -math.inf)
-        score = score.masked_fill(ahead == 0, math.inf)
-        if is_causal:
-            score = score.masked_fill(ahead > 0, -math.inf)
-        best = score.topk(budget.per_row)
-        chosen = best.indices.masked_fill(best.values == -math.inf, rows)
-        kept.append(chosen.sort(-1).values.int().cpu())
+    with torch.no_grad():
+        for part in torch.split(index, max(1, _CHUNK // (b * h * rows))):
+            score = (query[:, part] @ key.transpose(1, 2)).float()
+            if noise:
+                score = score - noise * torch.empty_like(score).exponential_().log()
+            ahead = index - part[:, None]
+            score = score.nan_to_num().clamp(-1e30, 1e30)
+            score = score.masked_fill((ahead >= -before) & (ahead <= after), 1e31)
+            score = score.masked_fill(index < budget.num_global, 2e31)
+            score = score.masked_fill(~seen, -math.inf).masked_fill(ahead == 0, math.inf)
+            if is_causal:
+                score = score.masked_fill(ahead > 0, -math.inf)
+            best = score.topk(budget.per_row)
+            chosen = best.indices.masked_fill(best.values == -math.inf, rows)
+            kept.append(chosen.sort(-1).values.int().cpu())
     return _assemble(config, n, budget, torch.cat(kept, 1), is_causal)
