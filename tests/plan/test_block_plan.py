@@ -51,7 +51,7 @@ def check_plan(
 @settings(max_examples=100)
 @given(block_configurations(max_n=150))
 def test_jobs_meet_every_kept_block_once(config: BlockConfiguration) -> None:
-    pattern = config.pattern()
+    pattern = config.pattern
     pattern = pattern.causal() if config.is_causal else pattern
     shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
     for itemsize, direction in ((2, "forward"), (4, "forward"), (8, "backward")):
@@ -63,7 +63,7 @@ def test_jobs_meet_every_kept_block_once(config: BlockConfiguration) -> None:
 def test_a_shard_meets_its_own_keys_and_those_before_and_behind(
     config: BlockConfiguration, data: Any
 ) -> None:
-    pattern = config.pattern()
+    pattern = config.pattern
     pattern = pattern.causal() if config.is_causal else pattern
     lo = data.draw(st.integers(0, config.n - 1))
     hi = data.draw(st.integers(lo + 1, config.n))
