@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention_pytorch import (
     BlockPattern,
@@ -91,3 +92,31 @@ def test_cuda_calls_take_it(by_recipe: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert (out.device.type, out.shape) == ("cuda", q.shape)
     assert len(arrived) == 1
     assert arrived[0].is_causal
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("b", "h", "n"), [(None, None, 128), (2, None, 120), (None, 4, 120), (2, 4, 128)])
+def test_masks_of_flex_attention_in_place_of_patterns(
+    b: int | None, h: int | None, n: int, is_causal: bool
+) -> None:
+    """Whole blocks, at random for batches and heads, under a causal mask up to the diagonal."""
+    kept = torch.rand(b or 1, h or 1, 4, 4) < 0.5
+
+    def blocks(i: Tensor, j: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = kept[i if b else 0, j if h else 0, q // 32, kv // 32]
+        return seen & (q >= kv) if is_causal else seen
+
+    mask = create_block_mask(blocks, b, h, n, n, device="cpu", BLOCK_SIZE=32)
+    q, k, v = (torch.randn(2, n, heads, 16) for heads in (4, 2, 2))
+    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=True)
+    out = block_sparse_attention(q, k, v, mask, is_causal=is_causal)
+    assert_close(out, expected.transpose(1, 2), torch.float32)
+
+
+def test_masks_that_hide_single_positions_are_refused() -> None:
+    q = torch.randn(1, 120, 1, 16)
+    causal, window = (lambda _b, _h, i, j: i >= j), (lambda _b, _h, i, j: (i >= j) & (i - j < 40))
+    for mask_mod, is_causal in ((causal, False), (window, True), (window, False)):
+        mask = create_block_mask(mask_mod, None, None, 120, 120, device="cpu", BLOCK_SIZE=32)
+        with pytest.raises(ValueError, match=f"hides single positions, and is_causal={is_causal}"):
+            block_sparse_attention(q, q, q, mask, is_causal=is_causal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .ops import (
     write_spec,
 )
 from .plan import BlockPattern, build_pattern, choose_blocks
-from .plan.flex import flex_block_sparse, why_not_flex
+from .plan.flex import check_whole_blocks, flex_block_sparse, why_not_flex
 from .spec import (
     DEFAULT_DILATION_RATES,
     DEFAULT_SEGMENT_LENGTHS,
@@ -35,6 +35,9 @@ from .spec import (
     Execution,
     SparsePatternConfig,
 )
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @named_keywords
@@ -149,7 +152,7 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: BlockPattern,
+    pattern: BlockPattern | BlockMask,
     *,
     return_lse: Literal[False] = ...,
     **options: Any,
@@ -158,7 +161,13 @@ def block_sparse_attention(
 
 @overload
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, *, return_lse: Literal[True], **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: BlockPattern | BlockMask,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -167,7 +176,7 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: BlockPattern,
+    pattern: BlockPattern | BlockMask,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -187,7 +196,8 @@ def block_sparse_attention(
         q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.
         k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
         pattern: of length n, with one layout, one for each of the h heads, or one for each batch and head
-            (b x h); see `build_block_pattern` and `BlockPattern.from_layout`.
+            (b x h); see `build_block_pattern` and `BlockPattern.from_layout`. Or FlexAttention's `BlockMask`
+            of whole blocks, which each call checks and converts; `from_block_mask` does so once.
         is_causal: a query sees only keys at or before its position. A causal pattern asks for it.
         scale, dropout_p, key_mask, return_lse, execution: as in `dilated_attention`.
 
@@ -198,6 +208,13 @@ def block_sparse_attention(
     Keys and values whose strides are no multiples of d are copied first. There is no second and no
     forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
+    if type(pattern).__name__ == "BlockMask":  # a look at its class would import the compiler
+        num_heads = q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
+        mask, pattern = (
+            pattern,
+            BlockPattern.from_block_mask(pattern, is_causal=is_causal, num_heads=num_heads),
+        )
+        check_whole_blocks(mask, is_causal)
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
     check_flags(return_lse=return_lse)

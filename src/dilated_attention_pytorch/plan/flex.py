@@ -30,14 +30,13 @@ def why_not_flex(q: Tensor, pattern: BlockPattern, dropout_p: float) -> str | No
         return "it takes no float64"
     if dropout_p:
         return "it has no dropout"
-    if pattern.block_size % _BLOCK_MULTIPLE:
-        return (
-            f"it takes blocks in multiples of {_BLOCK_MULTIPLE}, and the pattern's are {pattern.block_size}"
-        )
-    if q.shape[-1] < _MIN_HEAD_DIM:
-        return f"it takes {_MIN_HEAD_DIM} features or more, and a head has {q.shape[-1]}"
-    if pattern.rows > _MAX_ROWS:
-        return f"its mask of {pattern.rows} x {pattern.rows} blocks would be larger than the schedule"
+    size, rows, d = pattern.block_size, pattern.rows, q.shape[-1]
+    if size % _BLOCK_MULTIPLE:
+        return f"it takes blocks in multiples of {_BLOCK_MULTIPLE}, and the pattern's are {size}"
+    if d < _MIN_HEAD_DIM:
+        return f"it takes {_MIN_HEAD_DIM} features or more, and a head has {d}"
+    if rows > _MAX_ROWS:
+        return f"its mask of {rows} x {rows} blocks would be larger than the plan"
     return None
 
 
@@ -47,10 +46,9 @@ def flex_block_sparse(
     """out (b, n, h, d) and lse (b, h, n), as `block_sparse_attention` gives them."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    mask = pattern.to_block_mask(q.device, num_heads=q.shape[2], key_mask=key_mask)
     out, aux = _compiled(q.device.type)(
         *(x.transpose(1, 2) for x in (q, k, v)),
-        block_mask=mask,
+        block_mask=pattern.to_block_mask(q.device, num_heads=q.shape[2], key_mask=key_mask),
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
         return_aux=AuxRequest(lse=True),
@@ -127,6 +125,24 @@ def read_block_mask(mask: Any, num_heads: int | None) -> tuple[Tensor, int, int]
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         layout |= _kept(mask.full_kv_num_blocks, mask.full_kv_indices)
     return _for_heads(layout, num_heads).flatten(0, 1), q_len, q_size
+
+
+def check_whole_blocks(mask: Any, is_causal: bool) -> None:
+    """Raises if the `mask_mod` of a `BlockMask` hides what its blocks, up to a causal diagonal, show."""
+    size, last = mask.BLOCK_SIZE[0], mask.seq_lengths[0] - 1
+    partial = _kept(mask.kv_num_blocks, mask.kv_indices).nonzero()
+    place = torch.arange(size, device=partial.device)
+    for blocks in torch.split(partial, max(1, 2**22 // size**2)) if len(partial) else ():
+        b, h, row, column = blocks.T[:, :, None, None]
+        q = (row * size + place[:, None]).clamp_max(last)
+        kv = (column * size + place).clamp_max(last)
+        places = [x.expand(len(blocks), size, size).flatten() for x in (b, h, q, kv)]
+        hidden = ~torch.vmap(mask.mask_mod)(*places)
+        if bool((hidden & (places[2] >= places[3]) if is_causal else hidden).any()):
+            raise ValueError(
+                "a block pattern keeps whole blocks, up to the diagonal if is_causal, got a BlockMask whose "
+                f"mask_mod hides single positions, and is_causal={is_causal}"
+            )
 
 
 def _for_heads(layout: Tensor, num_heads: int | None) -> Tensor:
