@@ -39,6 +39,8 @@ from .spec import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    Blocks = BlockPattern | BlockMask
+
 
 @named_keywords
 def build_block_pattern(
@@ -149,25 +151,13 @@ def block_ends(n: int, block_size: int) -> Tensor:
 
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: BlockPattern | BlockMask,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Blocks, *, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: BlockPattern | BlockMask,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Blocks, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -176,7 +166,7 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: BlockPattern | BlockMask,
+    pattern: Blocks,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -209,11 +199,8 @@ def block_sparse_attention(
     forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
     if type(pattern).__name__ == "BlockMask":  # a look at its class would import the compiler
-        num_heads = q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
-        mask, pattern = (
-            pattern,
-            BlockPattern.from_block_mask(pattern, is_causal=is_causal, num_heads=num_heads),
-        )
+        mask, num_heads = pattern, q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
+        pattern = BlockPattern.from_block_mask(mask, is_causal=is_causal, num_heads=num_heads)
         check_whole_blocks(mask, is_causal)
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")

@@ -75,9 +75,8 @@ def draw_pattern(pattern: BlockPattern, path: str | Path, layout: int, pixels: i
     legend = [Meaning(kept, (INK,) if is_exact else scale_of(INK)), Meaning("not kept", (WHITE,))]
     if pattern.is_causal:
         legend.append(Meaning("future, never seen", (FUTURE,)))
-    colours = shade(share, is_causal=pattern.is_causal)
-    maps = [Map("", colours, pattern.rows * size)]
-    write_picture(path, title, maps, legend, pixels)
+    painted = Map("", shade(share, is_causal=pattern.is_causal), pattern.rows * size)
+    write_picture(path, title, [painted], legend, pixels)
 
 
 def write_picture(
@@ -88,8 +87,7 @@ def write_picture(
         Path(path).write_text(svg_of(title, maps, legend, pixels, "pattern"), encoding="utf-8")
         return
     cells = len(maps[0].colours)
-    png = _draw("png", title, maps, legend, max(1, pixels // cells) * cells)
-    Path(path).write_bytes(png)
+    Path(path).write_bytes(_draw("png", title, maps, legend, max(1, pixels // cells) * cells))
 
 
 def svg_of(title: str, maps: Sequence[Map], legend: Sequence[Meaning], pixels: int, svg_id: str) -> str:
@@ -136,7 +134,7 @@ def _draw(kind: str, title: str, maps: Sequence[Map], legend: Sequence[Meaning],
         _draw_legend(figure, legend)
         drawn = io.BytesIO()
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type") if kind == "svg" else ("Software",))
-        figure.savefig(drawn, format=kind, metadata=unsaid)
+        figure.savefig(drawn, format=kind, dpi="figure", metadata=unsaid)
     return drawn.getvalue()
 
 
@@ -159,13 +157,9 @@ def _draw_legend(figure: Any, legend: Sequence[Meaning]) -> None:
     from matplotlib.patches import Patch
 
     handles = [tuple(Patch(fc=_rgb(c), ec=_rgb(FRAME)) for c in each.colours) for each in legend]
-    figure.legend(
-        handles,
-        [each.text for each in legend],
-        loc="lower left",
-        frameon=False,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )
+    side_by_side = {tuple: HandlerTuple(ndivide=None, pad=0)}
+    texts = [each.text for each in legend]
+    figure.legend(handles, texts, loc="lower left", frameon=False, handler_map=side_by_side)
 
 
 def _rgb(colour: Colour) -> tuple[float, ...]:
