@@ -38,6 +38,9 @@ def test_equals_the_engine(n: int, size: int, layouts: int, is_causal: bool, pad
     expected, expected_lse = block_sparse_attention(
         q, k, v, pattern, is_causal=is_causal, scale=0.25, key_mask=mask, return_lse=True
     )
+    block_mask = pattern.to_block_mask(num_heads=4)
+    assert torch.equal(block_mask.to_dense().bool().flatten(0, 1), pattern.to_layout())
+    assert BlockPattern.from_block_mask(block_mask, is_causal=is_causal).key == pattern.key
     assert out.is_contiguous()
     assert_close(out, expected, torch.float32)
     assert_close(lse, expected_lse, torch.float32)
@@ -113,10 +116,49 @@ def test_masks_of_flex_attention_in_place_of_patterns(
     assert_close(out, expected.transpose(1, 2), torch.float32)
 
 
+def window(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) & (i - j < 20)
+
+
+def make_mask(
+    mask_mod: Any = window, b: int | None = None, h: int | None = None, keys: int = 96, size: Any = 16
+) -> Any:
+    return create_block_mask(mask_mod, b, h, 96, keys, device="cpu", BLOCK_SIZE=size)
+
+
+def test_patterns_of_masks_keep_their_blocks() -> None:
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    expected = (distance >= 0) & (distance <= 2)
+    for b, h, num_heads, layouts in (
+        (None, None, None, 1),
+        (2, 3, None, 6),
+        (None, 3, 3, 3),
+        (2, None, 3, 6),
+    ):
+        pattern = BlockPattern.from_block_mask(make_mask(b=b, h=h), is_causal=True, num_heads=num_heads)
+        assert torch.equal(pattern.to_layout(), expected.expand(layouts, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_heads", "error", "message"),
+    [
+        (torch.ones(3, 3), None, TypeError, "mask must be a FlexAttention BlockMask, got Tensor"),
+        (None, None, TypeError, "mask must be a FlexAttention BlockMask, got NoneType"),
+        (make_mask(size=(16, 32)), None, ValueError, r"square blocks .* got blocks \(16, 32\)"),
+        (make_mask(keys=64), None, ValueError, r"as many queries as keys, .* lengths \(96, 64\)"),
+        (make_mask(b=2), None, ValueError, "a mask of 2 batches for all heads needs num_heads"),
+        (make_mask(h=3), 2, ValueError, "num_heads must be that of the mask, 3, got 2"),
+    ],
+)
+def test_masks_that_are_no_pattern(
+    mask: Any, num_heads: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BlockPattern.from_block_mask(mask, num_heads=num_heads)
+
+
 def test_masks_that_hide_single_positions_are_refused() -> None:
-    q = torch.randn(1, 120, 1, 16)
-    causal, window = (lambda _b, _h, i, j: i >= j), (lambda _b, _h, i, j: (i >= j) & (i - j < 40))
-    for mask_mod, is_causal in ((causal, False), (window, True), (window, False)):
-        mask = create_block_mask(mask_mod, None, None, 120, 120, device="cpu", BLOCK_SIZE=32)
+    q = torch.randn(1, 96, 1, 16)
+    for mask_mod, is_causal in ((lambda _b, _h, i, j: i >= j, False), (window, True), (window, False)):
         with pytest.raises(ValueError, match=f"hides single positions, and is_causal={is_causal}"):
-            block_sparse_attention(q, q, q, mask, is_causal=is_causal)
+            block_sparse_attention(q, q, q, make_mask(mask_mod), is_causal=is_causal)

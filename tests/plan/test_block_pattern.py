@@ -1,4 +1,4 @@
-"""Block patterns as data: validated, measured, saved, drawn, and as FlexAttention's masks."""
+"""Block patterns as data: validated, measured, saved and drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dilated_attention_pytorch import BlockPattern, block_sparse_attention, build_block_pattern
 from support.pictures import find_maps, has_ink, read_png
-from support.tolerances import assert_close
 
 
 def ints(*values: int) -> Tensor:
@@ -337,55 +335,6 @@ def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
             BlockPattern.load(path)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layouts", [1, 3])
-@pytest.mark.parametrize("n", [75, 80])
-def test_block_mask_round_trip(n: int, layouts: int, causal: bool) -> None:
-    layout = (torch.rand(layouts, 5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)
-    pattern = BlockPattern.from_layout(layout, n, 16, is_causal=causal)
-    mask = pattern.to_block_mask()
-    assert isinstance(mask, BlockMask)
-    assert torch.equal(mask.to_dense()[0].bool(), pattern.to_layout())
-    assert BlockPattern.from_block_mask(mask, is_causal=causal).key == pattern.key
-    q, k, v = (torch.randn(1, n, 3, 16) for _ in range(3))
-    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
-    out = block_sparse_attention(q, k, v, pattern, is_causal=causal)
-    assert_close(out, expected.transpose(1, 2), torch.float32)
-
-
-def test_from_a_mask_of_flex_attention() -> None:
-    def window(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j < 20)
-
-    mask = create_block_mask(window, None, None, 96, 96, device="cpu", BLOCK_SIZE=16)
-    pattern = BlockPattern.from_block_mask(mask, is_causal=True)
-    index = torch.arange(6)
-    distance = index[:, None] - index
-    assert torch.equal(pattern.to_layout()[0], (distance >= 0) & (distance <= 2))
-    several = create_block_mask(window, 2, 3, 96, 96, device="cpu", BLOCK_SIZE=16)
-    assert len(BlockPattern.from_block_mask(several)) == 6
-
-
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (torch.ones(3, 3), TypeError, "mask must be a FlexAttention BlockMask, got Tensor"),
-        (None, TypeError, "mask must be a FlexAttention BlockMask, got NoneType"),
-        (((16, 32), (96, 96)), ValueError, r"square blocks .* got blocks \(16, 32\)"),
-        (((16, 16), (96, 64)), ValueError, r"as many queries as keys, .* lengths \(96, 64\)"),
-    ],
-)
-def test_from_block_mask_states_rule_and_fact(mask: Any, error: type[Exception], message: str) -> None:
-    if isinstance(mask, tuple):
-        size, (queries, keys) = mask
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, queries, keys, device="cpu", BLOCK_SIZE=size
-        )
-    with pytest.raises(error, match=message):
-        BlockPattern.from_block_mask(mask)
-
-
 def test_a_pattern_that_was_written_to_is_refused() -> None:
     pattern = BlockPattern.from_layout(torch.eye(8) > 0, 64, 8)
     x = torch.randn(1, 64, 1, 4)
@@ -393,27 +342,3 @@ def test_a_pattern_that_was_written_to_is_refused() -> None:
     pattern.columns.copy_(pattern.columns.flip(0))
     with pytest.raises(ValueError, match="must stay as they are, and were written to: make another"):
         block_sparse_attention(x, x, x, pattern)
-
-
-@pytest.mark.parametrize("b", [2, 3])
-def test_a_mask_of_batches_is_not_taken_for_one_of_heads(b: int) -> None:
-    layout = (torch.rand(b, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
-    counts = layout.sum(-1, dtype=torch.int32)
-    order = layout.int().argsort(dim=-1, descending=True, stable=True).int()
-    mask = BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=16, seq_lengths=(96, 96))
-    with pytest.raises(ValueError, match=f"a mask of {b} batches for all heads needs num_heads"):
-        BlockPattern.from_block_mask(mask)
-    pattern = BlockPattern.from_block_mask(mask, num_heads=b)
-    assert torch.equal(pattern.to_layout().view(b, b, 6, 6), layout.expand(-1, b, -1, -1))
-    q, k, v = (torch.randn(b, 96, b, 8) for _ in range(3))
-    each = [BlockPattern.from_layout(layout[i, 0], 96, 16) for i in range(b)]
-    rows = [slice(i, i + 1) for i in range(b)]
-    expected = [block_sparse_attention(q[i], k[i], v[i], one) for i, one in zip(rows, each, strict=True)]
-    assert_close(block_sparse_attention(q, k, v, pattern), torch.cat(expected), torch.float32)
-
-
-def test_a_mask_of_other_heads_is_refused() -> None:
-    mask = random_pattern(80, 8, 3).to_block_mask()
-    assert len(BlockPattern.from_block_mask(mask, num_heads=3)) == 3
-    with pytest.raises(ValueError, match="num_heads must be that of the mask, 3, got 2"):
-        BlockPattern.from_block_mask(mask, num_heads=2)
