@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -131,47 +132,32 @@ def test_ratio_one_is_dense_attention(kind: str, causal: bool) -> None:
     assert_same_gradients(out, dense, tensors, torch.float64)
 
 
-@pytest.mark.parametrize("layouts", [1, 4, 8])
-@pytest.mark.parametrize("value", [3.0, -1e4, 1e38, math.nan, math.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_the_future_cannot_change_the_past(which: str, value: float, layouts: int) -> None:
-    tensors = dict(zip("qkv", qkv(dtype=torch.float32), strict=True))
-    pattern = random_pattern(layouts=layouts)
-    for workspace_bytes in (1, 2**22):
-        options = {"is_causal": True, "execution": Execution(workspace_bytes=workspace_bytes)}
-        before = block_sparse_attention(*tensors.values(), pattern, **options)
-        for token in (1, 8, 43, 74):
-            changed = {name: x.clone() for name, x in tensors.items()}
-            changed[which][:, token] = value
-            after = block_sparse_attention(*changed.values(), pattern, **options)
-            assert torch.equal(before[:, :token], after[:, :token])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layouts", [1, 4, 8])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [-1e4, 1e38, math.nan, math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_nonfinite_inputs_reach_exactly_the_outputs_that_depend_on_them(
-    which: str, bad: float, layouts: int, causal: bool
+def test_inputs_reach_exactly_the_outputs_that_depend_on_them(
+    which: str, value: float, layouts: int, causal: bool
 ) -> None:
+    """So the future cannot change a bit of the past, and what is not finite is not hidden."""
     tensors = dict(zip("qkv", qkv(h_kv=4, dtype=torch.float32), strict=True))
     pattern = random_pattern(layouts=layouts)
-    clean = block_sparse_attention(*tensors.values(), pattern, is_causal=causal)
     seen = pattern.to_dense()[{1: 0, 4: 3, 8: 7}[layouts]]  # of batch 1 and head 3
     seen = seen.tril() if causal else seen
-    for token in (0, 9, 50, 74):
-        spoilt = {name: x.clone() for name, x in tensors.items()}
-        spoilt[which][1, token, 3] = bad
-        out = block_sparse_attention(*spoilt.values(), pattern, is_causal=causal)
+    for workspace_bytes, token in ((1, 43), *product((2**22,), (0, 1, 9, 43, 74))):
+        options = packed({"is_causal": causal, "workspace_bytes": workspace_bytes})
+        clean = block_sparse_attention(*tensors.values(), pattern, **options)
+        changed = {name: x.clone() for name, x in tensors.items()}
+        changed[which][1, token, 3] = value
+        out = block_sparse_attention(*changed.values(), pattern, **options)
         reached = torch.zeros(2, 75, 4, dtype=torch.bool)
         if which == "q":
             reached[1, token, 3] = seen[token].any()
         else:
             reached[1, :, 3] = seen[:, token]
-        if which == "k" and bad == math.inf:  # a score of -inf is a weight of 0: some rows stay finite
-            reached &= ~out.isfinite().all(-1)
-        assert torch.equal(~out.isfinite().all(-1), reached)
-        assert_close(out[~reached], clean[~reached], torch.float32)
+        assert torch.equal(out[~reached], clean[~reached])
+        if math.isnan(value) or (value == math.inf and which != "k"):  # a score of -inf is a weight of 0
+            assert not out[reached].isfinite().all(-1).any()
 
 
 def test_hidden_keys_may_hold_anything() -> None:
