@@ -251,7 +251,7 @@ class BlockPattern:
         return cls(n, block_size, starts, columns, is_causal)
 
     def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
-        """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend.
+        """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend (extra `charts`).
 
         Args:
             path: of the file; .svg makes it SVG.
