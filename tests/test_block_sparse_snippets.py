@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from dilated_attention_pytorch.block_sparse_factory import create_block_sparse_attention
@@ -18,10 +20,9 @@ from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from dilated_attention_pytorch.ring_dilated_attention_production import RingDilatedAttentionProduction
 from support.tolerances import assert_close
 
-PATTERN_CACHE = """
+NAMES = {each.__name__: each for each in (SparsePatternConfig, PersistentPatternCache, MemoryPool)}
+POOLS = """
 self.pattern_cache = PersistentPatternCache(max_size=100)
-"""
-MEMORY_POOL = """
 self.memory_pool = MemoryPool(pool_size=10)  # Pre-allocated buffer pool
 """
 BASE_CONFIGURATION = """{
@@ -48,58 +49,50 @@ model = create_block_sparse_attention(
     sparsity_ratio=0.01,     # 99% sparse
 )
 """
-NAMES = {each.__name__: each for each in (SparsePatternConfig, PersistentPatternCache, MemoryPool)}
 
 
-def check(module: Any, n: int) -> None:
-    """The module keeps what its config asks, and attends to just that, over n positions."""
-    torch.manual_seed(0)
+def run(snippet: str) -> dict[str, Any]:
+    found: dict[str, Any] = {**NAMES, "self": SimpleNamespace()}
+    exec(snippet, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "ratio", "block_size", "branches", "n"),
+    [
+        (
+            lambda: create_block_sparse_attention(variant="base", **eval(BASE_CONFIGURATION)),
+            *(0.01, 128, ((2048, 1),), 1500),
+        ),
+        (
+            lambda: BlockSparseRingDilatedAttention(**eval(RING_CONFIGURATION, NAMES)),
+            *(0.02, 256, ((65536, 1), (131072, 2)), 2000),
+        ),
+        (lambda: run(MAXIMUM_LENGTH)["model"], 0.01, 128, ((2048, 1),), 1000),
+    ],
+    ids=["base", "ring", "maximum length"],
+)
+def test_modules_attend_to_what_their_configs_ask(
+    make: Callable[[], Any], ratio: float, block_size: int, branches: tuple[tuple[int, int], ...], n: int
+) -> None:
+    module = make()
+    assert module.sparse_config == SparsePatternConfig("dilated_sparse", ratio, block_size)
+    assert module.spec.branches == branches
     q, k, v = (torch.randn(1, n, 2, 8) for _ in range(3))
-    pattern = module.get_pattern(n, 2)
-    out = module(q, k, v)
-    expected = block_sparse_attention_reference(*(x.double() for x in (q, k, v)), pattern.to_dense())
-    assert isinstance(expected, torch.Tensor)
-    assert_close(out, expected, torch.float32)
-    rows = pattern.rows
-    assert abs(pattern.density - module.sparse_config.sparsity_ratio) * rows**2 <= rows
+    for length in (n, 131072):
+        pattern = module.get_pattern(length, 2)
+        assert abs(pattern.density - ratio) * pattern.rows <= 1
+    assert pattern.nbytes < 2**17
+    mask = module.get_pattern(n, 2).to_dense()
+    expected = block_sparse_attention_reference(*(x.double() for x in (q, k, v)), mask)
+    assert_close(module(q, k, v), expected, torch.float32)
 
 
-def test_pattern_cache() -> None:
-    module = SimpleNamespace()
-    exec(PATTERN_CACHE, {**NAMES, "self": module})
+def test_pools() -> None:
+    module = run(POOLS)["self"]
     assert module.pattern_cache.get_stats()["max_size"] == 100
-
-
-def test_memory_pool() -> None:
-    module = SimpleNamespace()
-    exec(MEMORY_POOL, {**NAMES, "self": module})
     pool = module.memory_pool
     for buffer in [pool.allocate((64,)) for _ in range(20)]:
         pool.deallocate(buffer)
     assert pool.get_stats()["cached_buffers"] == 10
     assert RingDilatedAttentionProduction().memory_pool.pool_size == 10
-
-
-def test_base_configuration() -> None:
-    config = eval(BASE_CONFIGURATION)
-    module: Any = create_block_sparse_attention(variant="base", **config)
-    assert (module.sparse_config.sparsity_ratio, module.spec.segment_lengths) == (0.01, (2048,))
-    check(module, 1500)
-
-
-def test_ring_configuration() -> None:
-    module = BlockSparseRingDilatedAttention(**eval(RING_CONFIGURATION, NAMES))
-    assert module.sparse_config == SparsePatternConfig("dilated_sparse", 0.02, 256)
-    assert module.spec.branches == ((65536, 1), (131072, 2))
-    check(module, 2000)
-    large = module.get_pattern(131072, 1)
-    assert abs(large.density - 0.02) * large.rows <= 1
-
-
-def test_for_maximum_sequence_length() -> None:
-    found: dict[str, Any] = {}
-    exec(MAXIMUM_LENGTH, found)
-    check(found["model"], 1000)
-    pattern = found["model"].get_pattern(131072, 1)
-    assert abs(pattern.density - 0.01) * pattern.rows <= 1
-    assert pattern.nbytes < 2**17

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention_pytorch import (
     BlockPattern,
@@ -16,8 +17,8 @@ from dilated_attention_pytorch import (
     block_sparse,
     block_sparse_attention,
 )
-from dilated_attention_pytorch.flex import flex_block_sparse, why_not_flex
 from dilated_attention_pytorch.ops import block_spec, write_recipe
+from dilated_attention_pytorch.plan.flex import flex_block_sparse, why_not_flex
 from support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -37,13 +38,17 @@ def test_equals_the_engine(n: int, size: int, layouts: int, is_causal: bool, pad
     expected, expected_lse = block_sparse_attention(
         q, k, v, pattern, is_causal=is_causal, scale=0.25, key_mask=mask, return_lse=True
     )
+    block_mask = pattern.to_block_mask(num_heads=4)
+    assert torch.equal(block_mask.to_dense().bool().flatten(0, 1), pattern.to_layout())
+    assert BlockPattern.from_block_mask(block_mask, is_causal=is_causal).key == pattern.key
     assert out.is_contiguous()
     assert_close(out, expected, torch.float32)
     assert_close(lse, expected_lse, torch.float32)
 
 
 def pattern_of(blocks: int = 4, size: int = 128) -> BlockPattern:
-    return BlockPattern.from_layout(torch.eye(blocks) > 0, blocks * size, size)
+    ones = torch.ones(blocks, dtype=torch.int64)
+    return BlockPattern.from_counts(blocks * size, size, ones, torch.arange(blocks), is_causal=False)
 
 
 @pytest.mark.parametrize(
@@ -55,25 +60,18 @@ def pattern_of(blocks: int = 4, size: int = 128) -> BlockPattern:
         ({"dropout_p": 0.1}, "no dropout"),
         ({"size": 64}, "multiples of 128, and the pattern's are 64"),
         ({"d": 8}, "16 features or more, and a head has 8"),
+        ({"blocks": 4097}, "4097 x 4097 blocks"),
     ],
 )
 def test_says_why_it_cannot_run(change: dict[str, Any], reason: str | None) -> None:
-    options = {"device": "cuda", "dtype": torch.float16, "dropout_p": 0.0, "size": 128, "d": 64, **change}
-    pattern = pattern_of(size=options["size"])
+    call: dict[str, Any] = {"device": "cuda", "dtype": torch.float16, "dropout_p": 0.0, "size": 128, "d": 64}
+    call |= {"blocks": 4} | change
+    pattern = pattern_of(call["blocks"], call["size"])
     with FakeTensorMode():
-        q = torch.empty(1, pattern.n, 2, options["d"], dtype=options["dtype"], device=options["device"])
-    said = why_not_flex(q, pattern, options["dropout_p"])
+        q = torch.empty(1, pattern.n, 2, call["d"], dtype=call["dtype"], device=call["device"])
+    said = why_not_flex(q, pattern, call["dropout_p"])
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
-
-
-def test_too_many_blocks_for_its_mask() -> None:
-    pattern = BlockPattern.from_counts(
-        128 * 5000, 128, torch.ones(5000, dtype=torch.int64), torch.arange(5000), is_causal=False
-    )
-    with FakeTensorMode():
-        q = torch.empty(1, 128 * 5000, 1, 16, dtype=torch.float16, device="cuda")
-    assert "5000 x 5000 blocks" in str(why_not_flex(q, pattern, 0.0))
 
 
 @pytest.mark.parametrize("by_recipe", [False, True])
@@ -97,3 +95,70 @@ def test_cuda_calls_take_it(by_recipe: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert (out.device.type, out.shape) == ("cuda", q.shape)
     assert len(arrived) == 1
     assert arrived[0].is_causal
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("b", "h", "n"), [(None, None, 128), (2, None, 120), (None, 4, 120), (2, 4, 128)])
+def test_masks_of_flex_attention_in_place_of_patterns(
+    b: int | None, h: int | None, n: int, is_causal: bool
+) -> None:
+    """Whole blocks, at random for batches and heads, under a causal mask up to the diagonal."""
+    kept = torch.rand(b or 1, h or 1, 4, 4) < 0.5
+
+    def blocks(i: Tensor, j: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = kept[i if b else 0, j if h else 0, q // 32, kv // 32]
+        return seen & (q >= kv) if is_causal else seen
+
+    mask = create_block_mask(blocks, b, h, n, n, device="cpu", BLOCK_SIZE=32)
+    q, k, v = (torch.randn(2, n, heads, 16) for heads in (4, 2, 2))
+    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=True)
+    out = block_sparse_attention(q, k, v, mask, is_causal=is_causal)
+    assert_close(out, expected.transpose(1, 2), torch.float32)
+
+
+def window(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) & (i - j < 20)
+
+
+def make_mask(
+    mask_mod: Any = window, b: int | None = None, h: int | None = None, keys: int = 96, size: Any = 16
+) -> Any:
+    return create_block_mask(mask_mod, b, h, 96, keys, device="cpu", BLOCK_SIZE=size)
+
+
+def test_patterns_of_masks_keep_their_blocks() -> None:
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    expected = (distance >= 0) & (distance <= 2)
+    for b, h, num_heads, layouts in (
+        (None, None, None, 1),
+        (2, 3, None, 6),
+        (None, 3, 3, 3),
+        (2, None, 3, 6),
+    ):
+        pattern = BlockPattern.from_block_mask(make_mask(b=b, h=h), is_causal=True, num_heads=num_heads)
+        assert torch.equal(pattern.to_layout(), expected.expand(layouts, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_heads", "error", "message"),
+    [
+        (torch.ones(3, 3), None, TypeError, "mask must be a FlexAttention BlockMask, got Tensor"),
+        (None, None, TypeError, "mask must be a FlexAttention BlockMask, got NoneType"),
+        (make_mask(size=(16, 32)), None, ValueError, r"square blocks .* got blocks \(16, 32\)"),
+        (make_mask(keys=64), None, ValueError, r"as many queries as keys, .* lengths \(96, 64\)"),
+        (make_mask(b=2), None, ValueError, "a mask of 2 batches for all heads needs num_heads"),
+        (make_mask(h=3), 2, ValueError, "num_heads must be that of the mask, 3, got 2"),
+    ],
+)
+def test_masks_that_are_no_pattern(
+    mask: Any, num_heads: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BlockPattern.from_block_mask(mask, num_heads=num_heads)
+
+
+def test_masks_that_hide_single_positions_are_refused() -> None:
+    q = torch.randn(1, 96, 1, 16)
+    for mask_mod, is_causal in ((lambda _b, _h, i, j: i >= j, False), (window, True), (window, False)):
+        with pytest.raises(ValueError, match=f"hides single positions, and is_causal={is_causal}"):
+            block_sparse_attention(q, q, q, make_mask(mask_mod), is_causal=is_causal)

@@ -22,7 +22,7 @@ FLOORS = [
     {"checks"},
     {"spec", "core"},
     {"reference", "plan"},
-    {"kernels", "flex"},
+    {"kernels"},
     {"ops"},
     {"functional", "block_sparse"},
     {"attention_maps", "decode", "ring"},
@@ -36,6 +36,7 @@ FLOORS = [
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
     "cli": {"matplotlib"},
+    "plan": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from .checks import (
     named_keywords,
     refuse_forward_mode,
 )
-from .flex import flex_block_sparse, why_not_flex
 from .ops import (
     BlockSparse,
     Tensors,
@@ -27,7 +26,8 @@ from .ops import (
     write_execution,
     write_spec,
 )
-from .plan import BlockPattern, build_pattern, score_pattern
+from .plan import BlockPattern, build_pattern, choose_blocks
+from .plan.flex import check_whole_blocks, flex_block_sparse, why_not_flex
 from .spec import (
     DEFAULT_DILATION_RATES,
     DEFAULT_SEGMENT_LENGTHS,
@@ -35,6 +35,11 @@ from .spec import (
     Execution,
     SparsePatternConfig,
 )
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    Blocks = BlockPattern | BlockMask
 
 
 @named_keywords
@@ -76,8 +81,7 @@ def build_block_pattern(
             )
         with torch.no_grad():
             row = pool_queries(query, config.block_size, is_causal, key_mask)
-            ends = block_ends(n, config.block_size).to(key.device)
-            column = pool_keys(key, config.block_size, key_mask)[:, ends].transpose(1, 2)
+            column = pool_queries(key, config.block_size, False, key_mask)
             return choose_blocks(row, column, n, config, is_causal, key_mask)
     if not (query is None and key is None and key_mask is None):
         raise ValueError(
@@ -108,23 +112,14 @@ def check_branches(
 
 
 def pool_queries(x: Tensor, block_size: int, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """(b, n, h, d) -> (b, h, blocks, d): mean queries, in float32 or better; differentiable.
+    """(b, n, h, d) -> (b, h, blocks, d): the mean of each block, in float32 or better; differentiable.
 
-    Of each block; under a causal mask of as many positions that end with the block's first one, which is all
-    that its first query may know. Positions that `mask` (b, n) hides do not count.
+    Under a causal mask the mean of as many positions that end with the block's first one, which is all that
+    its first query may know. Positions that `mask` (b, n) hides do not count.
     """
-    x, weight = _weighted(x, mask)
-    n = x.shape[1]
-    blocks = -(-n // block_size)
-    before = block_size - 1 if is_causal else 0
-    after = max(0, blocks * block_size - before - n)
-
-    def total(y: Tensor) -> Tensor:
-        y = F.pad(y, (0, 0, 0, 0, before, after))[:, : blocks * block_size]
-        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
-        return windows.sum(2).transpose(1, 2)
-
-    return total(x) / total(weight).clamp_min(1.0)
+    windows = _windows(x, block_size, mask, block_size - 1 if is_causal else 0)
+    total, weight = (y.sum(2).transpose(1, 2) for y in windows)
+    return total / weight.clamp_min(1.0)
 
 
 def pool_keys(x: Tensor, block_size: int, mask: Tensor | None) -> Tensor:
@@ -132,25 +127,21 @@ def pool_keys(x: Tensor, block_size: int, mask: Tensor | None) -> Tensor:
 
     At the end of a block that is the mean of the block. Positions that `mask` (b, n) hides do not count.
     """
-    x, weight = _weighted(x, mask)
-    n = x.shape[1]
-    blocks = -(-n // block_size)
-
-    def running(y: Tensor) -> Tensor:
-        y = F.pad(y, (0, 0, 0, 0, 0, blocks * block_size - n))
-        windows: Tensor = y.unflatten(1, (blocks, block_size))  # type: ignore[no-untyped-call]
-        return windows.cumsum(2).flatten(1, 2)[:, :n]
-
-    return running(x) / running(weight).clamp_min(1.0)
+    total, weight = (y.cumsum(2).flatten(1, 2)[:, : x.shape[1]] for y in _windows(x, block_size, mask))
+    return total / weight.clamp_min(1.0)
 
 
-def _weighted(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In accumulation precision, hidden positions as zeros; and 1 for each position that counts."""
+def _windows(x: Tensor, size: int, mask: Tensor | None, before: int = 0) -> tuple[Tensor, Tensor]:
+    """x behind `before` zeros, and 1 for each position that counts, as (b, blocks, size, h, d)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if mask is None:
-        return x, x.new_ones(x.shape[0], x.shape[1], 1, 1)
-    is_seen = mask[:, :, None, None]
-    return x.masked_fill(~is_seen, 0.0), is_seen.to(x.dtype)
+    weight = x.new_ones(x.shape[0], x.shape[1], 1, 1)
+    if mask is not None:
+        x = x.masked_fill(~mask[:, :, None, None], 0.0)
+        weight = mask[:, :, None, None].to(x.dtype)
+    blocks = -(-x.shape[1] // size)
+    padded = (F.pad(y, (0, 0, 0, 0, before, size))[:, : blocks * size] for y in (x, weight))
+    x, weight = (y.reshape(len(y), blocks, size, *y.shape[2:]) for y in padded)
+    return x, weight
 
 
 def block_ends(n: int, block_size: int) -> Tensor:
@@ -158,41 +149,15 @@ def block_ends(n: int, block_size: int) -> Tensor:
     return torch.arange(block_size - 1, n + block_size - 1, block_size, device="cpu").clamp_max(n - 1)
 
 
-def choose_blocks(
-    row: Tensor,
-    column: Tensor,
-    n: int,
-    config: SparsePatternConfig,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    noise: float = 0.0,
-) -> BlockPattern:
-    """The "adaptive" pattern of features (b, h, blocks, f) of queries and (b, h_kv, blocks, f) of keys."""
-    visible = None
-    if key_mask is not None:
-        pad = row.shape[2] * config.block_size - n
-        visible = F.pad(key_mask, (0, pad)).view(row.shape[0], row.shape[2], -1).any(-1)
-    with torch.no_grad():
-        columns = column.repeat_interleave(row.shape[1] // column.shape[1], 1)
-        flat = (row.flatten(0, 1), columns.flatten(0, 1))
-        return score_pattern(*flat, n, config, is_causal=is_causal, visible=visible, noise=noise)
-
-
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: BlockPattern,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Blocks, *, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, pattern: Blocks, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -201,7 +166,7 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: BlockPattern,
+    pattern: Blocks,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -221,7 +186,8 @@ def block_sparse_attention(
         q: (b, n, h, d), float16, bfloat16, float32 or float64, any strides.
         k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
         pattern: of length n, with one layout, one for each of the h heads, or one for each batch and head
-            (b x h); see `build_block_pattern` and `BlockPattern.from_layout`.
+            (b x h); see `build_block_pattern` and `BlockPattern.from_layout`. Or FlexAttention's `BlockMask`
+            of whole blocks, which each call checks and converts; `from_block_mask` does so once.
         is_causal: a query sees only keys at or before its position. A causal pattern asks for it.
         scale, dropout_p, key_mask, return_lse, execution: as in `dilated_attention`.
 
@@ -232,6 +198,10 @@ def block_sparse_attention(
     Keys and values whose strides are no multiples of d are copied first. There is no second and no
     forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
+    if type(pattern).__name__ == "BlockMask":  # a look at its class would import the compiler
+        mask, num_heads = pattern, q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
+        pattern = BlockPattern.from_block_mask(mask, is_causal=is_causal, num_heads=num_heads)
+        check_whole_blocks(mask, is_causal)
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
     check_flags(return_lse=return_lse)

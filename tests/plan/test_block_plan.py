@@ -51,7 +51,7 @@ def check_plan(
 @settings(max_examples=100)
 @given(block_configurations(max_n=150))
 def test_jobs_meet_every_kept_block_once(config: BlockConfiguration) -> None:
-    pattern = config.pattern()
+    pattern = config.pattern
     pattern = pattern.causal() if config.is_causal else pattern
     shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
     for itemsize, direction in ((2, "forward"), (4, "forward"), (8, "backward")):
@@ -63,7 +63,7 @@ def test_jobs_meet_every_kept_block_once(config: BlockConfiguration) -> None:
 def test_a_shard_meets_its_own_keys_and_those_before_and_behind(
     config: BlockConfiguration, data: Any
 ) -> None:
-    pattern = config.pattern()
+    pattern = config.pattern
     pattern = pattern.causal() if config.is_causal else pattern
     lo = data.draw(st.integers(0, config.n - 1))
     hi = data.draw(st.integers(lo + 1, config.n))
@@ -98,30 +98,27 @@ def test_causal_bands_stay_in_the_budget(workspace_bytes: int, width: int) -> No
             check_plan(causal_band(n, 8, width), Shape(2, n, h, h_kv, 8), 4, workspace_bytes, "forward")
 
 
-def plan_of(pattern: BlockPattern, shape: Shape, workspace_bytes: int = 2**20) -> Plan:
-    return plan_blocks(pattern, shape, itemsize=4, workspace_bytes=workspace_bytes)
+def batches_of(pattern: BlockPattern, shape: Shape, workspace_bytes: int = 2**20) -> list[Any]:
+    plan = plan_blocks(pattern, shape, itemsize=4, workspace_bytes=workspace_bytes)
+    assert bool(plan.column("causal").all()) == pattern.is_causal
+    return sorted(batch_sizes(plan, 4))
 
 
-def test_rows_with_as_many_blocks_run_together() -> None:
-    """The diagonal block is attended causally, as part of its job; what is cut short runs apart."""
-    plan = plan_of(causal_band(78, 8, 3), Shape(1, 78, 4, 2, 4))
-    assert sorted(batch_sizes(plan, 4)) == [(2, 2, 6, 16), (2, 2, 8, 8), (2, 2, 8, 8), (14, 2, 8, 16)]
-    assert bool(plan.column("causal").all())
-
-
-def test_rows_that_keep_a_short_last_block_run_apart() -> None:
+def test_rows_of_equal_shape_run_together() -> None:
+    """The diagonal block is attended causally, in its job; what a short last block cuts runs apart."""
+    band = batches_of(causal_band(78, 8, 3), Shape(1, 78, 4, 2, 4))
+    assert band == [(2, 2, 6, 16), (2, 2, 8, 8), (2, 2, 8, 8), (14, 2, 8, 16)]
     layout = torch.zeros(4, 4, dtype=torch.bool)
     layout[0, [0, 3]] = layout[1, [0, 1]] = layout[2, [2, 3]] = layout[3, [0, 3]] = True
-    plan = plan_of(BlockPattern.from_layout(layout, 29, 8), Shape(1, 29, 1, 1, 4))
-    assert sorted(batch_sizes(plan, 4)) == [(1, 1, 5, 13), (1, 1, 8, 16), (2, 1, 8, 13)]
-    whole = plan_of(BlockPattern.from_layout(layout, 32, 8), Shape(1, 32, 1, 1, 4))
-    assert batch_sizes(whole, 4) == [(4, 1, 8, 16)]
+    cut = batches_of(BlockPattern.from_layout(layout, 29, 8), Shape(1, 29, 1, 1, 4))
+    assert cut == [(1, 1, 5, 13), (1, 1, 8, 16), (2, 1, 8, 13)]
+    whole = batches_of(BlockPattern.from_layout(layout, 32, 8), Shape(1, 32, 1, 1, 4))
+    assert whole == [(4, 1, 8, 16)]
 
 
 def test_a_smaller_budget_makes_more_batches() -> None:
     pattern = BlockPattern.from_layout(torch.rand(16, 16) < 0.5, 128, 8)
-    shape = Shape(1, 128, 2, 2, 8)
-    counts = [len(batch_sizes(plan_of(pattern, shape, size), 4)) for size in (2**20, 2**14, 2**12, 1)]
+    counts = [len(batches_of(pattern, Shape(1, 128, 2, 2, 8), size)) for size in (2**20, 2**14, 2**12, 1)]
     assert counts == sorted(counts)
     assert counts[0] == len(torch.unique(pattern.to_layout().sum(-1)))
     assert counts[-1] == 16 * 2

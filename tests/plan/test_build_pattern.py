@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,47 +45,23 @@ def build(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 def test_density_is_what_was_asked(kind: str, causal: bool) -> None:
-    for n, size in SIZES:
-        for ratio in RATIOS:
-            pattern = build(kind, n, ratio, size, is_causal=causal)
-            rows = pattern.rows
-            total = rows * (rows + 1) // 2 if causal else rows * rows
-            assert pattern.is_causal == causal
-            for layout in pattern.counts.view(len(pattern), rows):
-                assert abs(int(layout.sum()) - ratio * total) <= rows, (n, size, ratio)
-            if ratio == 1.0:
-                assert pattern.density == 1.0
-            if kind not in ("global_local",):
-                assert pattern.counts.max() == pattern.counts.view(-1, rows)[:, -1].max()  # one budget
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", TYPES)
-def test_density_with_global_tokens_and_a_window(kind: str, causal: bool) -> None:
-    bounded = kind in ("local_window", "global_local")
-    for ratio in RATIOS:
-        for fields in ({"global_tokens": 40}, {"window_size": 100}, {"window_size": 60, "global_tokens": 9}):
-            pattern = build(kind, 777, ratio, 8, is_causal=causal, **fields)
-            rows = pattern.rows
-            asked = ratio * (rows * (rows + 1) // 2 if causal else rows * rows) * len(pattern)
-            assert pattern.columns.numel() - asked <= rows * len(pattern)
-            if not (bounded and "window_size" in fields):
-                assert asked - pattern.columns.numel() <= rows * len(pattern)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_row_always_keeps_its_own_block(kind: str, causal: bool) -> None:
-    for ratio in (0.005, 0.1, 0.5, 1.0):
-        for fields in ({}, {"global_tokens": 30, "window_size": 40}):
-            layout = build(kind, 333, ratio, 10, is_causal=causal, **fields).to_layout()
-            assert layout.diagonal(dim1=1, dim2=2).all()
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_causal_pattern_keeps_nothing_above_the_diagonal(kind: str) -> None:
-    layout = build(kind, 333, 0.4, 10, is_causal=True).to_layout()
-    assert not layout.triu(1).any()
+    """Within a block a row, for every layout; and a row keeps its own block, whatever else."""
+    others = ({"global_tokens": 40}, {"window_size": 100}, {"window_size": 60, "global_tokens": 9})
+    cases: list[tuple[int, int, dict[str, int]]] = [(n, size, {}) for n, size in SIZES]
+    cases += [(777, 8, fields) for fields in others]
+    for (n, size, fields), ratio in product(cases, RATIOS):
+        pattern = build(kind, n, ratio, size, is_causal=causal, **fields)
+        rows, layouts = pattern.rows, len(pattern)
+        total = rows * (rows + 1) // 2 if causal else rows * rows
+        missing = ratio * total - pattern.counts.view(layouts, rows).sum(1)
+        assert pattern.is_causal == causal
+        assert missing.min() >= -rows, (n, size, ratio, fields)
+        if kind not in ("local_window", "global_local") or "window_size" not in fields:
+            assert missing.max() <= rows, (n, size, ratio, fields)
+            assert ratio < 1.0 or pattern.density == 1.0
+        if kind != "global_local" and not fields:
+            assert pattern.counts.max() == pattern.counts.view(-1, rows)[:, -1].max()  # one budget
+        assert pattern.to_layout().diagonal(dim1=1, dim2=2).all()
 
 
 def nearest(row: int, columns: Iterable[int]) -> list[int]:
@@ -164,57 +141,33 @@ def test_structured_types_are_their_statement(
         assert kept == sorted(state_row(config, budget, row, rows, is_causal, branches)), row
 
 
-def test_dilated_sparse_by_hand() -> None:
-    config = {"pattern_type": "dilated_sparse", "sparsity_ratio": 0.25, "block_size": 4}
-    pattern = build_block_pattern(config, 64, 1, segment_lengths=(32, 64), dilation_rates=(2, 5))
-    layout = pattern.to_layout()[0]
-    assert layout[0].nonzero().flatten().tolist() == [0, 2, 4, 5]
-    assert layout[8].nonzero().flatten().tolist() == [3, 8, 10, 12]
-    assert layout[7].nonzero().flatten().tolist() == [2, 3, 5, 7]
+@pytest.mark.parametrize(
+    ("kind", "n", "ratio", "size", "expected"),
+    [
+        ("dilated_sparse", 64, 0.25, 4, {0: [0, 2, 4, 5], 8: [3, 8, 10, 12], 7: [2, 3, 5, 7]}),
+        # A segment of two blocks at rate 2 reaches the own block; the nearest others fill the row.
+        ("dilated_sparse", 320, 0.1, 16, {0: [0, 1], 9: [8, 9]}),
+        ("local_window", 100, 0.3, 10, {5: [4, 5, 6], 0: [0, 1, 2], 9: [7, 8, 9]}),
+        ("global_local", 1000, 0.15, 50, {0: [*range(20)], 7: [0, 7], 19: [0, 19]}),
+        ("strided", 640, 0.1, 40, {0: [0, 8], 5: [5, 13], 15: [7, 15]}),
+        ("hierarchical", 160, 0.3, 10, {0: [0, 1, 2, 3, 7], 8: [7, 8, 9, 11, 15]}),
+    ],
+)
+def test_types_by_hand(kind: Any, n: int, ratio: float, size: int, expected: dict[int, list[int]]) -> None:
+    branches = {"segment_lengths": (32, 64), "dilation_rates": (2, 5)}
+    layout = build_block_pattern(SparsePatternConfig(kind, ratio, size), n, 1, **branches).to_layout()[0]
+    assert {row: layout[row].nonzero().flatten().tolist() for row in expected} == expected
 
 
-def test_dilated_sparse_counts_segments_in_blocks() -> None:
-    config = {"pattern_type": "dilated_sparse", "sparsity_ratio": 0.3, "block_size": 8}
-    nearest_blocks = build_block_pattern(config | {"pattern_type": "local_window"}, 320, 1)
-    # A segment of two blocks at rate 2 reaches the own block; the nearest others fill the row.
-    short = build_block_pattern(config, 320, 1, segment_lengths=(16,), dilation_rates=(2,))
-    assert short.key == nearest_blocks.key
-    long = build_block_pattern(config, 320, 1, segment_lengths=(320,), dilation_rates=(2,))
-    assert long.to_layout()[0, 0, :24:2].all()
-    assert not long.to_layout()[0, 0, 1:24:2].any()
+def test_settings_that_mean_the_same() -> None:
+    def key(kind: str, ratio: float = 0.4, **fields: Any) -> str:
+        return build(kind, 1000, ratio, 25, h=1, **fields).key
 
-
-def test_local_window_by_hand() -> None:
-    layout = build("local_window", 100, 0.3, 10, h=1).to_layout()[0]
-    assert layout[5].nonzero().flatten().tolist() == [4, 5, 6]
-    assert layout[0].nonzero().flatten().tolist() == [0, 1, 2]
-    assert layout[9].nonzero().flatten().tolist() == [7, 8, 9]
-    causal = build("local_window", 100, 0.5, 10, h=1, is_causal=True).to_layout()[0]
-    per_row = int(causal[9].sum())
-    assert torch.equal(causal, torch.ones(10, 10).tril().triu(1 - per_row).bool())
-
-
-def test_global_local_keeps_whole_rows_and_columns() -> None:
-    layout = build("global_local", 1000, 0.4, 25, h=1).to_layout()[0]  # 40 blocks, 16 a row: 4 global
-    assert layout[:4].all()
-    assert layout[:, :4].all()
-    assert not layout[4:].all(1).any()
-    assert not layout[:, 4:].all(0).any()
-    assert build("global_local", 1000, 0.4, 25, h=1, global_tokens=0).key == (
-        build("local_window", 1000, 0.4, 25, h=1).key
-    )
-
-
-def test_strided_reaches_over_the_whole_sequence() -> None:
-    for ratio in (0.1, 0.35, 0.45):
-        layout = build("strided", 640, ratio, 10, h=1).to_layout()[0]
-        step = math.ceil(64 / layout[0].sum())
-        assert step > 1
-        for row in range(64):
-            columns = layout[row].nonzero().flatten()
-            assert layout[row, row % step :: step].all()
-            assert columns[0] <= step
-            assert columns[-1] >= 63 - step
+    assert key("global_local", global_tokens=0) == key("local_window")
+    assert key("hierarchical", hierarchy="fine") == key("hierarchical", hierarchy=((1, 0.75), (4, 0.25)))
+    assert key("hierarchical", hierarchy="fine") != key("hierarchical", hierarchy="long_range")
+    for kind in ("local_window", "dilated_sparse"):  # a window beyond the budget is cut to it
+        assert key(kind, 0.1, window_size=800) == key("local_window", 0.1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -232,61 +185,31 @@ def test_global_tokens_are_attended_from_everywhere_and_attend_everywhere(kind: 
             layout = pattern.to_layout()[0]
             assert torch.equal(layout[:, :num_global], seen[:, :num_global]), (ratio, tokens)
             assert torch.equal(layout[:num_global], seen[:num_global]), (ratio, tokens)
+            assert num_global <= ratio * 40 / 2 or causal  # half of the budget at most
             if ratio == 0.6:  # enough for all of them, or for half of the row
                 assert num_global == -(-tokens // 8) or tokens == 100
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
-def test_global_tokens_take_at_most_half_of_the_budget(kind: str) -> None:
-    for ratio in (0.1, 0.3, 0.5):
-        layout = build(kind, 400, ratio, 10, h=1, global_tokens=10_000).to_layout()[0]
-        whole_rows, whole_columns = int(layout.all(1).sum()), int(layout.all(0).sum())
-        assert 1 <= whole_rows <= ratio * 40 / 2
-        assert 1 <= whole_columns <= ratio * 40 / 2
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_window_is_kept_first(kind: str) -> None:
-    for causal in (False, True):
-        layout = build(kind, 400, 0.3, 10, is_causal=causal, h=1, window_size=39).to_layout()[0]
-        for row in range(40):  # 3 whole blocks fit into 39 tokens
-            low, high = (row - 2, row) if causal else (row - 1, row + 1)
-            assert layout[row, max(0, low) : high + 1].all()
-            if kind == "local_window":
-                assert layout[row].sum() == min(39, high) - max(0, low) + 1
-
-
-def test_a_window_beyond_the_budget_is_cut_to_it() -> None:
-    plain = build("local_window", 400, 0.1, 10, h=1)
-    for kind in STRUCTURED[:2]:
-        assert build(kind, 400, 0.1, 10, h=1, window_size=300).key == plain.key
-        # A window of the very budget is the same, but for the ends of the sequence.
-        exact = build(kind, 400, 0.1, 10, h=1, window_size=40)
-        assert torch.equal(exact.to_layout()[:, 3:-3], plain.to_layout()[:, 3:-3])
-
-
-def test_hierarchies_have_names() -> None:
-    named = build("hierarchical", 1000, 0.3, 10, h=1, hierarchy="fine")
-    assert named.key == build("hierarchical", 1000, 0.3, 10, h=1, hierarchy=((1, 0.75), (4, 0.25))).key
-    assert named.key != build("hierarchical", 1000, 0.3, 10, h=1, hierarchy="long_range").key
+def test_a_window_is_kept_first(kind: str, causal: bool) -> None:
+    layout = build(kind, 400, 0.3, 10, is_causal=causal, h=1, window_size=39).to_layout()[0]
+    for row in range(40):  # 3 whole blocks fit into 39 tokens
+        low, high = (row - 2, row) if causal else (row - 1, row + 1)
+        assert layout[row, max(0, low) : high + 1].all()
+        if kind == "local_window":
+            assert layout[row].sum() == min(39, high) - max(0, low) + 1
 
 
 def test_random_is_seeded_and_drawn_for_each_head() -> None:
     first = build("random", 1000, 0.2, 10, h=4, seed=5)
-    torch.manual_seed(99)
-    assert first.key == build("random", 1000, 0.2, 10, h=4, seed=5).key
-    assert first.key != build("random", 1000, 0.2, 10, h=4, seed=6).key
-    assert len(first) == 4
-    layouts = first.to_layout()
-    assert len({tuple(layout.flatten().tolist()) for layout in layouts}) == 4
-
-
-def test_random_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    build("random", 1000, 0.2, 10)
-    assert torch.equal(torch.rand(1), expected)
+    assert first.key == build("random", 1000, 0.2, 10, h=4, seed=5).key
+    assert torch.equal(torch.rand(1), expected)  # the global generator is left alone
+    assert first.key != build("random", 1000, 0.2, 10, h=4, seed=6).key
+    assert len({tuple(layout.flatten().tolist()) for layout in first.to_layout()}) == len(first) == 4
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 0.49, 0.51, 0.8, 1.0])
@@ -346,19 +269,13 @@ def test_adaptive_keeps_the_best_blocks_of_each_batch_and_head(n: int, causal: b
             assert [set(row.nonzero().flatten().tolist()) for row in layout] == expected
 
 
-def test_adaptive_survives_what_is_not_finite() -> None:
-    query, key = torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4)
-    query[0, 13], key[0, 50], key[0, 60] = math.nan, math.inf, -math.inf
-    pattern = build_block_pattern(
-        {"pattern_type": "adaptive", "sparsity_ratio": 0.3, "block_size": 8}, 80, 2, query=query, key=key
-    )
-    assert (pattern.counts == 3).all()
-
-
-def test_adaptive_ignores_gradients() -> None:
-    query, key = (torch.randn(1, 80, 2, 4, requires_grad=True) for _ in range(2))
+def test_adaptive_survives_what_is_not_finite_and_ignores_gradients() -> None:
+    query, key = torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4, requires_grad=True)
+    query[0, 13] = math.nan
+    bad = key * torch.ones(80, 1, 1).index_fill(0, torch.tensor([50, 60]), math.inf)
     config = {"pattern_type": "adaptive", "sparsity_ratio": 0.3, "block_size": 8}
-    pattern = build_block_pattern(config, 80, 2, query=query, key=key)
+    pattern = build_block_pattern(config, 80, 2, query=query, key=bad)
+    assert (pattern.counts == 3).all()
     assert not pattern.columns.requires_grad
 
 

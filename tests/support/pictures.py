@@ -1,36 +1,29 @@
-"""Pictures read back: the pixels of a PNG, and the framed maps in it."""
+"""Pictures read back: the pixels of a PNG, and the maps in it or in an SVG."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+import base64
+import io
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
 import torch
+from matplotlib.image import imread
 from torch import Tensor
 
 FRAME = torch.tensor([120, 120, 120], dtype=torch.uint8)
 
 
-def read_png(path: Path) -> Tensor:
-    """(height, width, 3) of a PNG of plain lines."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack(">I", data[at + 8 + length : at + 12 + length])
-        assert checksum == zlib.crc32(kind + body)
-        chunks[kind] = body
-        at += 12 + length
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert rest == [8, 2, 0, 0, 0]
-    lines = torch.frombuffer(bytearray(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8)
-    lines = lines.view(height, 1 + 3 * width)
-    assert not lines[:, 0].any()
-    return lines[:, 1:].reshape(height, width, 3)
+def read_png(path: Path | io.BytesIO) -> Tensor:
+    """(height, width, 3), 0 to 255."""
+    return torch.from_numpy(imread(path))[..., :3].mul(255).round().to(torch.uint8)
+
+
+def read_svg_maps(root: Element) -> list[Tensor]:
+    """(cells, cells, 3) of each map in an SVG."""
+    images = root.iter("{http://www.w3.org/2000/svg}image")
+    texts = [each.attrib["{http://www.w3.org/1999/xlink}href"].partition(",")[2] for each in images]
+    return [read_png(io.BytesIO(base64.b64decode(text))) for text in texts]
 
 
 def find_maps(image: Tensor, side: int) -> list[Tensor]:

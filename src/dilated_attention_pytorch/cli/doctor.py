@@ -26,7 +26,7 @@ from .text import paint, print_json, show_bytes
 
 # What each optional package is for.
 OPTIONAL = {
-    "matplotlib": "charts of the demo and the bench",
+    "matplotlib": "charts of demo and bench, pictures of patterns",
     "numpy": "nothing here needs it; arrays that share memory with tensors",
     "huggingface_hub": "models of the Hugging Face Hub",
     "safetensors": "models that are saved and loaded",

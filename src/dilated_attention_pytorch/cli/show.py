@@ -287,10 +287,13 @@ def draw(picture: Picture, layers: int, path: Path, pixels: int) -> int:
     return len(maps)
 
 
-def svg_of(words: str, pixels: int, svg_id: str) -> str:
-    """The picture that the command writes with these options."""
+def svg_of(words: str, pixels: int, svg_id: str) -> str | None:
+    """The picture that the command writes with these options; None without matplotlib."""
     parser = ArgumentParser()
     arguments.show(parser)
     options = parser.parse_args(words.split())
     parts = picture_parts(make_picture(options), options.layers, min(SVG_CELLS, pixels))
-    return pictures.svg_of(*parts, pixels, svg_id)
+    try:
+        return pictures.svg_of(*parts, pixels, svg_id)
+    except ModuleNotFoundError:
+        return None

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ..block_sparse import block_ends, choose_blocks, pool_keys, pool_queries
+from ..block_sparse import block_ends, pool_keys, pool_queries
 from ..checks import autocast_inputs, check_inputs, check_positive_int, finite_float
 from ..core.tracing import uncompiled
-from ..plan import BlockPattern
+from ..plan import BlockPattern, choose_blocks
 from ..spec import SparsePatternConfig
 from .block_sparse import BlockSparseDilatedAttention, Prepared
 

@@ -2,7 +2,7 @@
 
 from .block_pattern import BlockPattern
 from .block_sparse import BYTES_A_THREAD, plan_blocks
-from .build_pattern import build_pattern, score_pattern
+from .build_pattern import build_pattern, choose_blocks
 from .dilated import Shard, plan_crossing, plan_dilated
 from .runs import DEFAULT_WORKSPACE_BYTES, Job, Pass, Plan, Range, Region, Run, Shape
 
@@ -19,8 +19,8 @@ __all__ = [
     "Shape",
     "Shard",
     "build_pattern",
+    "choose_blocks",
     "plan_blocks",
     "plan_crossing",
     "plan_dilated",
-    "score_pattern",
 ]

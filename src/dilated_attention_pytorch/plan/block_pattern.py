@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -11,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_flags, check_positive_int
-from . import pattern_files
+from ..checks import check_dense, check_flags, check_positive_int, parse_json
+from . import flex, pictures
+
+FORMAT = "dilated_attention_pytorch block pattern 1"
+_MAX_HEADER = 4096
+_SHADES = " ░▒▓█"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +50,7 @@ class BlockPattern:
             self._check()
         digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
         for x in (self.starts, self.columns):
-            digest.update(pattern_files.raw_bytes(x))
+            digest.update(raw_bytes(x))
         # At once, although not all need it: compilers can read it, but not compute it.
         object.__setattr__(self, "key", digest.hexdigest())
         object.__setattr__(self, "_versions", (self.starts._version, self.columns._version))
@@ -70,8 +76,6 @@ class BlockPattern:
                 f"starts must have one entry a row and one more, for rows in multiples of {self.rows}, "
                 f"got {entries + 1}"
             )
-        check_positive_int("n", self.n)
-        check_positive_int("block_size", self.block_size)
         # Compared, not subtracted: differences wrap, and would pass.
         falls = bool((self.starts[1:] < self.starts[:-1]).any())
         if falls or self.starts[0] != 0 or self.starts[-1] != self.columns.numel():
@@ -193,7 +197,7 @@ class BlockPattern:
 
         A pattern for batches and heads needs `num_heads`. `key_mask` (b, n) hides keys besides.
         """
-        return pattern_files.to_block_mask(self, device, num_heads, key_mask)
+        return flex.to_block_mask(self, device, num_heads, key_mask)
 
     @classmethod
     def from_block_mask(
@@ -204,26 +208,57 @@ class BlockPattern:
         With `is_causal` the triangle is applied, and blocks above the diagonal are left out. A mask that
         differs by batch and not by head needs `num_heads`: the pattern has a layout for each of both.
         """
-        return pattern_files.from_block_mask(cls, mask, is_causal, num_heads)
+        layout, n, block_size = flex.read_block_mask(mask, num_heads)
+        return cls.from_layout(layout, n, block_size, is_causal=is_causal)
 
     def save(self, path: str | Path) -> None:
         """Writes the pattern to a file that `load` reads: a line of JSON and plain integers."""
-        pattern_files.save(self, path)
+        header = {
+            "format": FORMAT,
+            "n": self.n,
+            "block_size": self.block_size,
+            "is_causal": self.is_causal,
+            "rows": self.starts.numel() - 1,
+            "blocks": self.columns.numel(),
+        }
+        tables = raw_bytes(self.starts) + raw_bytes(self.columns)
+        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + tables)
 
     @classmethod
     def load(cls, path: str | Path) -> BlockPattern:
         """Reads a file of `save`, and validates it. Runs no code from the file."""
-        return pattern_files.load(cls, path)
+        with Path(path).open("rb") as file:
+            line, tables = file.readline(_MAX_HEADER), file.read()
+        try:
+            header = parse_json(line)
+            given, is_causal = header["format"], header["is_causal"]
+            sizes = [header[name] for name in ("n", "block_size", "rows", "blocks")]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path} is not a block pattern: it does not begin with a line of its JSON"
+            ) from None
+        if given != FORMAT:
+            raise ValueError(f"{path} has the format {given!r}, and this version reads {FORMAT!r}")
+        if not isinstance(is_causal, bool) or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(f"{path} is not a block pattern: its header holds {header}")
+        n, block_size, rows, blocks = sizes
+        split = 8 * (rows + 1)
+        if len(tables) != split + 4 * blocks:
+            raise ValueError(
+                f"{path} is cut off or damaged: {split + 4 * blocks} bytes announced, {len(tables)} found"
+            )
+        starts, columns = _tensor(tables[:split], torch.int64), _tensor(tables[split:], torch.int32)
+        return cls(n, block_size, starts, columns, is_causal)
 
     def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
-        """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend.
+        """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend (extra `charts`).
 
         Args:
             path: of the file; .svg makes it SVG.
             layout: which one, if heads or sequences have their own.
             pixels: side of the map without what stands around it, at most; less if blocks would not be equal.
         """
-        pattern_files.draw(self, path, layout, pixels)
+        pictures.draw_pattern(self, path, layout, pixels)
 
     def __repr__(self) -> str:
         return (
@@ -232,7 +267,22 @@ class BlockPattern:
         )
 
     def __str__(self) -> str:
-        return f"{self!r}\n{pattern_files.as_text(self)}"
+        shades = self.coverage(0, 32).sqrt().mul(len(_SHADES) - 1).ceil().int().tolist()
+        return "\n".join([repr(self), *("".join(_SHADES[shade] * 2 for shade in line) for line in shades)])
+
+    def coverage(self, layout: int, cells: int) -> Tensor:
+        """(cells, cells): the share of each cell's blocks that a layout keeps; at most one cell a block."""
+        if isinstance(layout, bool) or not isinstance(layout, int) or not 0 <= layout < len(self):
+            raise ValueError(f"layout must lie in 0 to {len(self) - 1}, got {layout!r}")
+        rows = self.rows
+        cells = min(cells, rows)
+        starts = self.starts[layout * rows : (layout + 1) * rows + 1]
+        cell_of = torch.arange(rows, device="cpu") * cells // rows
+        row = torch.repeat_interleave(cell_of, starts.diff())
+        column = cell_of[self.columns[starts[0] : starts[-1]].long()]
+        kept = torch.bincount(row * cells + column, minlength=cells * cells).view(cells, cells)
+        size = torch.bincount(cell_of, minlength=cells)
+        return kept / (size[:, None] * size)
 
 
 def count_blocks(n: int, block_size: int) -> int:
@@ -240,10 +290,28 @@ def count_blocks(n: int, block_size: int) -> int:
     return -(-n // block_size)
 
 
+def raw_bytes(x: Tensor) -> bytes:
+    """The elements of a tensor on the cpu, little-endian. NumPy is no dependency."""
+    data = bytearray(x.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=x.dtype).copy_(_little_endian(x.detach().flatten()))
+    return bytes(data)
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return _little_endian(torch.frombuffer(bytearray(data), dtype=dtype))
+
+
+def _little_endian(x: Tensor) -> Tensor:
+    """From the machine's order of bytes, or back to it."""
+    if sys.byteorder == "little":
+        return x
+    return x.view(torch.uint8).view(-1, x.element_size()).flip(1).flatten().view(x.dtype)
+
+
 def _check_sizes(n: int, block_size: int, is_causal: bool) -> None:
-    for name, value in (("n", n), ("block_size", block_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-    if n < 1 or block_size < 1:
-        raise ValueError(f"n and block_size must be positive, got {n} and {block_size}")
+    check_positive_int("n", n)
+    check_positive_int("block_size", block_size)
     check_flags(is_causal=is_causal)

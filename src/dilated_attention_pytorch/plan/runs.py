@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .pattern_files import raw_bytes
+from .block_pattern import raw_bytes
 
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
