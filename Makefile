@@ -59,7 +59,8 @@ clean:
 
 # One call for torch and all the rest: pip either finds versions that suit both TORCH and pyproject.toml or stops
 # before it installs anything.
-$(STAMP): pyproject.toml constraints.txt
+NATIVE := src/dilated_attention_pytorch/kernels/native
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[ch]) $(NATIVE)/build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "make: PYTHON=$(PYTHON) must be a Python of version 3.10 or later" >&2; exit 1; }
 	@rm -f $(VENV)/.ready-*

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
-from support.executions import dilated
+from support.executions import FUSED, dilated
 
 
 @st.composite
@@ -35,6 +35,8 @@ def many_documents(draw: st.DrawFn) -> Configuration:
 
 def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
     branches = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
+    if kernel == "native" and config.detach_mixing:  # which it refuses
+        config = replace(config, detach_mixing=False)
     check_call(
         config,
         dtype,
@@ -54,22 +56,19 @@ def test_float64(config: Configuration) -> None:
     check_against_reference(config, torch.float64)
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize("kernel", FUSED)
+@settings(max_examples=200)
 @given(configurations())
-def test_float32(config: Configuration) -> None:
-    check_against_reference(config, torch.float32)
+def test_float32(kernel: str, config: Configuration) -> None:
+    check_against_reference(config, torch.float32, kernel)
 
 
-@settings(max_examples=80)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", FUSED)
+@settings(max_examples=60)
 @given(configurations(max_n=200))
-def test_bfloat16(config: Configuration) -> None:
-    check_against_reference(config, torch.bfloat16)
-
-
-@settings(max_examples=80)
-@given(configurations(max_n=200))
-def test_float16(config: Configuration) -> None:
-    check_against_reference(config, torch.float16)
+def test_half_precision(kernel: str, dtype: torch.dtype, config: Configuration) -> None:
+    check_against_reference(config, dtype, kernel)
 
 
 def test_float16_with_one_feature_a_head() -> None:

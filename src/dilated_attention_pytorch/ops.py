@@ -37,8 +37,10 @@ from .plan import (
     Shape,
     Shard,
     build_pattern,
+    once_pays,
     plan_blocks,
     plan_dilated,
+    plan_once,
 )
 from .spec import SPEC_FIELDS, DilatedSpec, Execution, SparsePatternConfig
 
@@ -50,6 +52,7 @@ class RunOptions(NamedTuple):
 
     scale: float
     dropout_p: float
+    detaches: bool
     kernel: str
     workspace_bytes: int
     memory: str
@@ -60,7 +63,7 @@ def run_options(spec: DilatedSpec, d: int, execution: Execution, default_bytes: 
     """The options of a call with heads of d features."""
     size = execution.workspace_bytes or default_bytes
     how = execution.kernel, size, execution.memory, execution.use_pattern_cache
-    return RunOptions(spec.scale_for(d), spec.dropout_p, *how)
+    return RunOptions(spec.scale_for(d), spec.dropout_p, spec.detach_mixing, *how)
 
 
 def check_execution(execution: Execution | None) -> Execution:
@@ -95,10 +98,13 @@ class Tensors(NamedTuple):
         return Shape.of(self.q, self.k)
 
 
-def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
+def attention_inputs(
+    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False
+) -> tuple[Kernel, Inputs]:
     """The kernel that runs a call, and what it takes besides a plan."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
+    facts = key_mask is not None, options.dropout_p > 0, options.scale, options.detaches, streams
+    request = Request(q.device, q.dtype, *facts)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
@@ -114,19 +120,25 @@ class Dilated(NamedTuple):
     def default_bytes(self) -> int:
         return DEFAULT_WORKSPACE_BYTES
 
-    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
+        """The jobs of a call; `once`: all branches of a query in one of them, where that pays."""
         shape = tensors.shape
         first, total = self.head_slice or (0, shape.h)
+        docs = None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, shape.n)
+        cache = get_global_pattern_cache() if options.use_pattern_cache else None
+        shard = Shard(shape.n, 0, total, first)
+        if once and once_pays(self.spec, shape, docs):
+            return plan_once(self.spec, shape, docs, shard, cache)
         return plan_dilated(
             self.spec,
             shape,
             itemsize=tensors.q.element_size(),
             direction=direction,
-            docs=None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, shape.n),
+            docs=docs,
             workspace_bytes=options.workspace_bytes,
-            cache=get_global_pattern_cache() if options.use_pattern_cache else None,
+            cache=cache,
             steps=self.steps,
-            shard=Shard(shape.n, 0, total, first),
+            shard=shard,
         )
 
 
@@ -145,10 +157,11 @@ class BlockSparse(NamedTuple):
         # Known only where the op runs: compilers cannot ask for threads.
         return BYTES_A_THREAD * torch.get_num_threads()
 
-    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass) -> Plan:
+    def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
         shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
         pattern = self.pattern(options, tensors)
         facts: dict[str, Any] = {"itemsize": itemsize, "direction": direction, "workspace_bytes": size}
+        facts["joins"] = not once
         build = partial(plan_blocks, pattern, shape, **facts)
         key = ("blocks", self.recipe, self.spec.is_causal, shape, *facts.values())
         plan: Plan = self._kept(get_global_pattern_cache, options, key, build)
@@ -240,8 +253,8 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
         kernel, inputs = attention_inputs(sized, tensors, workspace)
         if merged is None:
-            return kernel.forward(work.plan(sized, tensors, "forward"), inputs)
-        return kernel.backward(work.plan(sized, tensors, "backward"), inputs, merged)
+            return kernel.forward(work.plan(sized, tensors, "forward", kernel.each_key_once), inputs)
+        return kernel.backward(work.plan(sized, tensors, "backward", kernel.each_key_once), inputs, merged)
 
     device = tensors.q.device
     with without_autocast(device):

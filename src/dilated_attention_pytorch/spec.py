@@ -26,7 +26,7 @@ from .checks import (
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
 Tail = Literal["exact", "phantom"]
-KernelName = Literal["auto", "stock", "eager"]
+KernelName = Literal["auto", "native", "stock", "eager"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
 DEFAULT_DILATION_RATES = (1, 2, 4)

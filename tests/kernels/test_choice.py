@@ -7,6 +7,7 @@ import torch
 
 from dilated_attention_pytorch import Execution, dilated_attention
 from dilated_attention_pytorch.kernels import Request, choose_kernel, cuda, kernels_for
+from support.executions import FUSED
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -20,8 +21,10 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("request_", "name"),
     [
-        (Request(CPU, torch.float32), "stock"),
-        (Request(CPU, torch.bfloat16, masked=True), "stock"),
+        (Request(CPU, torch.float32), FUSED[0]),
+        (Request(CPU, torch.bfloat16, masked=True), FUSED[0]),
+        (Request(CPU, torch.float32, detaches=True), "stock"),
+        (Request(CPU, torch.float32, streams=True), "stock"),
         (Request(CPU, torch.float64), "stock"),
         (Request(CPU, torch.float32, dropout=True), "eager"),
         (Request(GPU, torch.float16), "stock"),
@@ -64,5 +67,5 @@ def test_the_public_function_passes_the_choice_on() -> None:
     with pytest.raises(ValueError, match="kernel 'stock' cannot run this call: it has no dropout"):
         dilated_attention(x, x, x, [4], [1], execution=Execution("stock"), dropout_p=0.1)
     for unknown in ("cuda", "cpu_flash", "fast"):
-        with pytest.raises(ValueError, match=f"one of 'auto', 'stock', 'eager', got '{unknown}'"):
+        with pytest.raises(ValueError, match=f"one of 'auto', 'native', 'stock', 'eager', got '{unknown}'"):
             Execution(unknown)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import BlockPattern, DilatedSpec, Execution
 from dilated_attention_pytorch.functional import attend
+from dilated_attention_pytorch.kernels import Request, kernels_for
 from dilated_attention_pytorch.ops import block_spec
 from dilated_attention_pytorch.ring.attention import attend_ring, attend_ring_blocks
 from dilated_attention_pytorch.ring.call import RingSettings
 from dilated_attention_pytorch.spec import SPEC_FIELDS
 
+# Without a C compiler there is no native kernel, and everything holds for the others.
+CPU = torch.device("cpu")
+FUSED = [k.name for k in kernels_for(CPU)[:-1] if k.why_not(Request(CPU, torch.float32)) is None]
 Result = Tensor | tuple[Tensor, Tensor]
 
 

@@ -66,7 +66,7 @@ class Stream:
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
+        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale, streams=True), self.execution.kernel)
         row_dtype = dtype if kernel.op.widens else q.dtype
         for run in self.runs:
             if not run.selects(position):
@@ -89,7 +89,7 @@ class Stream:
         # Segments begin anew after each common multiple: smaller numbers find the plan of an earlier call.
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
+        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale, streams=True), self.execution.kernel)
         inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace())
         shape, shard = inputs.shape, Shard(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(

@@ -10,7 +10,7 @@ import torch
 
 from ..checks import one_of
 from ..spec import KernelName
-from . import cpu_flash, cuda, stock
+from . import cpu_flash, cuda, native, stock
 from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
 from .eager import EAGER_OP
 
@@ -26,12 +26,15 @@ def _over(name: str, op: Op, why_not: Callable[[Request], str | None]) -> Kernel
 
 CPU_FLASH = _over("stock", cpu_flash.CPU_FLASH, cpu_flash.why_not)
 CUDA = _over("stock", cuda.CUDA, cuda.why_not)
+NATIVE = Kernel(
+    "native", native.why_not, native.forward, native.backward, cpu_flash.CPU_FLASH, each_key_once=True
+)
 EAGER = _over("eager", EAGER_OP, _never)
 
 
 def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
     """The kernels of a device, in the order of preference; the last one can always run."""
-    return (CUDA if device.type == "cuda" else CPU_FLASH), EAGER
+    return (CUDA, EAGER) if device.type == "cuda" else (NATIVE, CPU_FLASH, EAGER)
 
 
 def choose_kernel(request: Request, name: str = "auto") -> Kernel:

@@ -22,6 +22,8 @@ class Request(NamedTuple):
     masked: bool = False
     dropout: bool = False
     scale: float = 1.0
+    detaches: bool = False  # backward holds the mixing weights constant
+    streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
 
 
 class Dropout(NamedTuple):
@@ -127,3 +129,4 @@ class Kernel(NamedTuple):
     forward: Callable[..., tuple[Tensor, Tensor]]  # (plan, inputs, remote=None)
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
     op: Op  # what it attends packed rows with
+    each_key_once: bool = False  # whether it takes all branches of a query in one job

@@ -4,6 +4,7 @@ from .block_pattern import BlockPattern
 from .block_sparse import BYTES_A_THREAD, plan_blocks
 from .build_pattern import build_pattern, choose_blocks
 from .dilated import Shard, plan_crossing, plan_dilated
+from .once import once_pays, plan_once
 from .runs import DEFAULT_WORKSPACE_BYTES, Job, Pass, Plan, Range, Region, Run, Shape
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "Shard",
     "build_pattern",
     "choose_blocks",
+    "once_pays",
     "plan_blocks",
     "plan_crossing",
     "plan_dilated",
+    "plan_once",
 ]

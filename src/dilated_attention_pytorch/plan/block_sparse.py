@@ -39,6 +39,7 @@ def plan_blocks(
     keys: Range | None = None,
     kv: Range | None = None,
     kv_heads: int | None = None,
+    joins: bool = True,
 ) -> Plan:
     """The jobs of a pattern: a block of rows with the blocks that it keeps, its own one last if causal.
 
@@ -46,13 +47,14 @@ def plan_blocks(
     cut blocks. Times count from the first query. Where sums need scratch of their own size (those of key and
     value gradients; float32 sums of half precision) the output is cut into regions, for which they fit
     `workspace_bytes`, but at least one key head. With `kv_heads`, each region is so many key heads; with
-    `kv`, (first, number) of the key heads, there is one.
+    `kv`, (first, number) of the key heads, there is one. `joins`: small blocks of neighbouring rows meet what
+    they have in common together, for kernels that are slow with few query rows.
     """
     queries = (0, pattern.n) if queries is None else queries
     keys = queries if keys is None else keys
     met = torch.zeros(len(pattern), max(1, pattern.rows), dtype=torch.bool)
     tables, stages = [], 1
-    for meeting in _meetings(pattern, queries, keys):
+    for meeting in _meetings(pattern, queries, keys, joins):
         met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
         stages = max(stages, meeting.stage + 1)
         jobs, runs = _jobs(pattern, shape, meeting, queries, keys)
@@ -86,7 +88,7 @@ def expand_rows(meeting: Meeting) -> Tensor:
     return (meeting.row[:, None] + torch.arange(meeting.join)).flatten()
 
 
-def _meetings(pattern: BlockPattern, queries: Range, keys: Range) -> Iterator[Meeting]:
+def _meetings(pattern: BlockPattern, queries: Range, keys: Range, joins: bool) -> Iterator[Meeting]:
     """Rows of all layouts that keep equally many blocks; those with a block that a window cuts apart."""
     size = pattern.block_size
     (first_row, end_row), (first_column, end_column) = blocks_of(queries, size), blocks_of(keys, size)
@@ -111,7 +113,7 @@ def _meetings(pattern: BlockPattern, queries: Range, keys: Range) -> Iterator[Me
         diagonal = code // 2 % 2
         kept = columns[starts[which][:, None] + torch.arange(code // 4 - diagonal)]
         meeting = Meeting(ids[which] // pattern.rows, rows[which], kept, bool(diagonal))
-        yield from [meeting] if code % 2 else _join(meeting, size)
+        yield from _join(meeting, size) if joins and not code % 2 else [meeting]
 
 
 def _length(rows: Tensor, window: Range, size: int) -> Tensor:

@@ -68,11 +68,11 @@ class Head(NamedTuple):
 
 def branch_heads(spec: DilatedSpec, branch: int, num_heads: int, num_kv_heads: int) -> list[Head]:
     """The query heads that serve a branch, with their row offsets."""
-    heads = zip(*(x.tolist() for x in _serving(spec, branch, num_heads, 0, num_heads)), strict=True)
+    heads = zip(*(x.tolist() for x in serving_heads(spec, branch, num_heads, 0, num_heads)), strict=True)
     return [Head(head, offset, head * num_kv_heads // num_heads) for head, offset in heads]
 
 
-def _serving(spec: DilatedSpec, branch: int, total: int, first: int, num: int) -> tuple[Tensor, Tensor]:
+def serving_heads(spec: DilatedSpec, branch: int, total: int, first: int, num: int) -> tuple[Tensor, Tensor]:
     """Which of `num` heads from `first` on, of `total`, serve a branch, from which offset on."""
     rate, head = spec.dilation_rates[branch], torch.arange(first, first + num)
     if spec.head_mixing == "grouped":
@@ -88,7 +88,7 @@ def _serving(spec: DilatedSpec, branch: int, total: int, first: int, num: int) -
 def branch_units(spec: DilatedSpec, branch: int, shape: Shape, shard: Shard) -> Units:
     """The heads that serve a branch; heads and key heads are counted within the shard."""
     rate, total = spec.dilation_rates[branch], shard.num_heads
-    head, offset = _serving(spec, branch, total, shard.head, shape.h)
+    head, offset = serving_heads(spec, branch, total, shard.head, shape.h)
     step = period = 1
     if spec.head_mixing == "all" and spec.head_offsets == "blocked":
         period = -(-total // rate)
@@ -303,14 +303,15 @@ def plan_crossing(
         tables.append((jobs[(head >= kv[0]) & (head < kv[0] + kv[1])], runs))
     region = Region((0, shape.b), (0, shape.n), kv)
     return make_plan(
-        [(_every_batch(jobs, shape.b), runs) for jobs, runs in tables],
+        [(every_batch(jobs, shape.b), runs) for jobs, runs in tables],
         shape,
         (region,),
         budget=builder.budget,
     )
 
 
-def _every_batch(jobs: Tensor, b: int) -> Tensor:
+def every_batch(jobs: Tensor, b: int) -> Tensor:
+    """The jobs of one batch, for each of b batches."""
     repeated = jobs.repeat(b, 1)
     repeated[:, COLUMN["batch"]] = torch.repeat_interleave(torch.arange(b), len(jobs))
     return repeated
@@ -356,7 +357,7 @@ def _build(
     edges = torch.tensor(cuts[1:-1])
     placed = []
     for jobs, runs in tables:
-        jobs = _every_batch(jobs, shape.b)
+        jobs = every_batch(jobs, shape.b)
         if len(regions) > 1 and len(jobs):
             time = torch.searchsorted(edges, jobs[:, COLUMN["start"]].contiguous(), right=True)
             kv, batch = jobs[:, COLUMN["kv"]] // kvs[0][1], jobs[:, COLUMN["batch"]] // batches[0][1]

@@ -1,0 +1,216 @@
+"""The library's own CPU kernel: C behind ctypes, which takes the tables of a plan and raw pointers."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...plan.runs import COLUMN, Plan
+from ..contract import Inputs, Merged, Request
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LIBRARY = Path(__file__).with_name("native.so")
+MANY_TASKS = 8  # batches and key heads from which on each is one task of the backward pass
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("time", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Tensor:
+        return cls(x.data_ptr(), *x.stride()[:3])
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, _Tensor) for name in ("q", "k", "v", "out", "lse", "mask")),
+        *((name, ctypes.c_void_p) for name in ("jobs", "runs")),
+        *((name, ctypes.c_int64) for name in ("num_jobs", "d", "threads")),
+        *((name, ctypes.c_int32) for name in ("dtype", "out_dtype")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _GradCall(ctypes.Structure):
+    _fields_ = (
+        ("call", _Call),
+        *((name, _Tensor) for name in ("grad_out", "grad_lse", "dq", "dk", "dv")),
+        ("n", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("order", "sums")),
+        ("dq_dtype", ctypes.c_int64),
+    )
+
+
+@lru_cache(maxsize=1)
+def load_library() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none."""
+    if not LIBRARY.exists():
+        return f"it is not compiled, which `python -m {__name__}.build` does where there is a C compiler"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return f"its library does not load: {error}"
+    library.dap_columns.restype = library.dap_isa.restype = ctypes.c_char_p
+    library.dap_forward.argtypes = [ctypes.POINTER(_Call)]
+    library.dap_backward.argtypes = [ctypes.POINTER(_GradCall), ctypes.c_void_p, ctypes.c_int64]
+    if library.dap_columns().decode().split() != list(COLUMN):
+        return "its library is of another version: install the package again"
+    return library
+
+
+def why_not(request: Request) -> str | None:
+    library = load_library()
+    if isinstance(library, str):
+        return library
+    if request.device.type != "cpu":
+        return f"it runs on cpu, and the tensors are on {request.device}"
+    if request.dtype not in DTYPES:
+        return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
+    if request.dropout:
+        return "it has no dropout"
+    if request.detaches:
+        return "it does not keep the outputs of single branches, which detach_mixing needs"
+    if request.streams:
+        return "it takes all keys at once, and some are of other ranks or of a cache"
+    return None
+
+
+def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) and lse (b, h, n), in float32."""
+    b, n, h, _ = inputs.q.shape
+    out = inputs.workspace.result(inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    lse = inputs.workspace.result((b, h, n), torch.float32, inputs.q.device)
+    sums = _wide(plan, "native_out", out, inputs)
+    if not plan.covers_queries:
+        sums.zero_()
+        lse.fill_(-math.inf)
+    q, k, v = (_dense(x) for x in (inputs.q, inputs.k, inputs.v))
+    for jobs in _stages(plan):
+        call = _call(plan, jobs, inputs, q, k, v, sums, lse)
+        _check(_library().dap_forward(ctypes.byref(call)))
+    if sums is not out:
+        out.copy_(sums)
+    return out, lse
+
+
+def _wide(plan: Plan, slot: str, result: Tensor, inputs: Inputs) -> Tensor:
+    """Where rows that several jobs meet are summed: float32 scratch for half precision."""
+    if plan.is_one_stage or result.dtype == torch.float32:
+        return result
+    return inputs.workspace.take(slot, tuple(result.shape), torch.float32, result.device)
+
+
+def _stages(plan: Plan) -> list[Tensor]:
+    """The jobs of each stage, which go on with the rows of earlier ones."""
+    found: list[Tensor] | None = plan.by_kernel.get("stages")
+    if found is None:
+        stage = plan.column("stage")
+        found = (
+            [plan.jobs] if plan.is_one_stage else [plan.jobs[stage == i] for i in sorted(set(stage.tolist()))]
+        )
+        plan.by_kernel["stages"] = found
+    return found
+
+
+def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
+    tensors = inputs.q, inputs.k, inputs.v
+    dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
+    tasks = _tasks(plan)
+    dq_sums = _wide(plan, "native_dq", dq, inputs)
+    if not plan.covers_queries:
+        dq_sums.zero_()
+    if tasks.num_owned < plan.shape.b * plan.shape.h_kv:
+        dk.zero_()
+        dv.zero_()
+    n, d = plan.shape.n, plan.shape.d
+    num, sums = len(tasks.bounds) - 1, None
+    if tasks.parts > 1:
+        sums = inputs.workspace.take("native_sums", (num, 2, n, d), torch.float32, dq.device)
+    q, k, v, out, grad_out = (_dense(x) for x in (*tensors, merged.out, merged.grad_out))
+    grad_lse = None if merged.grad_lse is None else merged.grad_lse.to(torch.float32)
+    call = _GradCall(
+        _call(plan, plan.jobs, inputs, q, k, v, out, merged.lse),
+        _Tensor.of(grad_out),
+        _Tensor() if grad_lse is None else _Tensor.of(grad_lse.transpose(1, 2)),
+        *(_Tensor.of(x) for x in (dq_sums, dk, dv)),
+        n,
+        tasks.order.data_ptr(),
+        None if sums is None else sums.data_ptr(),
+        DTYPES[dq_sums.dtype],
+    )
+    _check(_library().dap_backward(ctypes.byref(call), tasks.bounds.data_ptr(), num))
+    if sums is not None:
+        for task in range(0, num, tasks.parts):
+            batch, kv = plan.jobs[tasks.order[tasks.bounds[task]]][[COLUMN["batch"], COLUMN["kv"]]].tolist()
+            total = sums[task : task + tasks.parts].sum(0)
+            dk[batch, :, kv], dv[batch, :, kv] = total[0], total[1]
+    if dq_sums is not dq:
+        dq.copy_(dq_sums)
+    return dq, dk, dv
+
+
+class _Tasks(NamedTuple):
+    """Jobs in an order in which those of a task, of one batch and key head, are next to each other."""
+
+    order: Tensor
+    bounds: Tensor
+    parts: int  # tasks of each batch and key head
+    num_owned: int  # batches and key heads that have a job
+
+
+def _tasks(plan: Plan) -> _Tasks:
+    """A task for each batch and key head; several where these are few, the same for any number of threads."""
+    found: _Tasks | None = plan.by_kernel.get("tasks")
+    if found is None:
+        owner = plan.column("batch") * plan.shape.h_kv + plan.column("kv")
+        order = torch.argsort(owner, stable=True)
+        _, counts = torch.unique_consecutive(owner[order], return_counts=True)
+        is_split = plan.is_one_stage and len(counts) < MANY_TASKS
+        parts = -(-MANY_TASKS // max(1, len(counts))) if is_split else 1
+        ends = counts.cumsum(0)
+        cuts = (ends - counts)[:, None] + counts[:, None] * torch.arange(parts) // parts
+        bounds = torch.cat([cuts.flatten(), ends[-1:]]) if len(counts) else torch.zeros(1, dtype=torch.int64)
+        found = plan.by_kernel["tasks"] = _Tasks(order, bounds, parts, len(counts))
+    return found
+
+
+def _library() -> ctypes.CDLL:
+    library = load_library()
+    assert not isinstance(library, str), library
+    return library
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("the native kernel found no memory for its scratch")
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(
+    plan: Plan, jobs: Tensor, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> _Call:
+    mask = inputs.key_mask
+    return _Call(
+        *(_Tensor.of(x) for x in (q, k, v, out, lse.transpose(1, 2))),
+        _Tensor() if mask is None else _Tensor(mask.data_ptr(), *mask.stride(), 0),
+        jobs.data_ptr(),
+        plan.runs.data_ptr(),
+        *(len(jobs), q.shape[-1], torch.get_num_threads()),
+        *(DTYPES[q.dtype], DTYPES[out.dtype]),
+        inputs.scale,
+    )

@@ -1,0 +1,48 @@
+"""A program of test_native.py: random calls of the native kernel, compared with the definition."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from dilated_attention_pytorch import DilatedSpec, Execution
+from dilated_attention_pytorch.functional import attend
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.reference import dilated_attention_reference
+from support.tolerances import assert_close
+
+if len(sys.argv) > 1:
+    native.LIBRARY = Path(sys.argv[1])
+torch.set_num_threads(2)
+rng = torch.Generator().manual_seed(0)
+
+
+def pick(*values: int) -> int:
+    return values[int(torch.randint(len(values), (1,), generator=rng))]
+
+
+for _ in range(40):
+    n, d, h_kv = pick(1, 31, 130, 400), pick(1, 7, 24, 64, 72), pick(1, 2)
+    h, dtype = h_kv * pick(1, 3), (torch.float32, torch.bfloat16, torch.float16)[pick(0, 0, 1, 2)]
+    rates = [pick(1, 2), pick(2, 4), pick(3, 8)]
+    lengths = [max(pick(8, 30, 64, 256), rate) for rate in rates]
+    tail, is_causal = ("exact", "phantom")[pick(0, 1)], bool(pick(0, 1))
+    spec = DilatedSpec(lengths, rates, is_causal, tail=tail)  # type: ignore[arg-type]
+    q, k, v = (torch.randn(2, n, heads, d, generator=rng).to(dtype) for heads in (h, h_kv, h_kv))
+    mask = None if pick(0, 1) else torch.rand(2, n, generator=rng) > 0.3
+    results = []
+    for width in (dtype, torch.float64):
+        leaves = [x.to(width).requires_grad_() for x in (q, k, v)]
+        if width == dtype:
+            out, lse = attend(*leaves, spec, Execution("native"), key_mask=mask)
+        else:
+            out, lse = dilated_attention_reference(*leaves, spec, key_mask=mask, return_lse=True)
+        loss = out.double().sum() + torch.where(lse.isfinite(), lse, 0.0).double().sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, dtype)
+print(native.load_library().dap_isa().decode())  # type: ignore[union-attr]

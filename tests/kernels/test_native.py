@@ -1,0 +1,154 @@
+"""The native kernel: every instruction set, threads, forks, sanitizers; and the plans that it takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from dilated_attention_pytorch import DilatedSpec, Execution, dilated_attention
+from dilated_attention_pytorch.kernels import Request, choose_kernel, native
+from dilated_attention_pytorch.kernels.native import build
+from dilated_attention_pytorch.plan import Plan, Shape, once, plan_dilated, plan_once
+from dilated_attention_pytorch.reference import multiplicity
+from support.configurations import Configuration, configurations
+from support.executions import FUSED
+from support.plans import count_pairs
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif("native" not in FUSED, reason="there is no C compiler")
+BRANCHES: dict[str, Any] = {"segment_lengths": (64, 256, 600), "dilation_rates": (1, 2, 6)}
+
+
+def run(n: int = 600, heads: tuple[int, int] = (6, 3), dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    shapes = [(1, n, h, 40) for h in (heads[0], heads[1], heads[1], heads[0])]
+    q, k, v, grad = (torch.randn(x, generator=generator).to(dtype).requires_grad_() for x in shapes)
+    out = dilated_attention(q, k, v, **BRANCHES, is_causal=True, execution=Execution("native"))
+    return [out, *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+@settings(max_examples=150)
+@given(configurations(max_n=120))
+def test_each_key_is_there_once_with_its_multiplicity(config: Configuration) -> None:
+    options: dict[str, Any] = {"is_causal": config.is_causal, "head_mixing": config.head_mixing}
+    options["head_offsets"] = config.head_offsets
+    branches = (config.segment_lengths, config.dilation_rates)
+    shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
+    plan = plan_once(DilatedSpec(*branches, **options), shape, config.docs)
+    bounds = None if config.docs is None else torch.tensor(config.docs)
+    expected = multiplicity(config.n, config.h, *branches, cu_seqlens=bounds, **options)
+    assert torch.equal(count_pairs(plan, cuts=True), expected.expand(config.b, -1, -1, -1))
+    assert plan.is_one_stage
+    rows = plan.column("heads") * plan.column("count")
+    served = int((expected.sum(-1) > 0).sum()) * config.b
+    assert int(rows.sum()) == served or config.tail == "phantom"  # no query is in two jobs
+
+
+def test_nested_branches_score_a_key_once() -> None:
+    shape = Shape(1, 8192, 4, 4, 64)
+    spec = DilatedSpec((2048, 4096, 8192), (1, 2, 4))
+
+    def scored(plan: Plan) -> int:
+        return int((plan.key_counts * plan.column("count") * plan.column("heads")).sum())
+
+    share = scored(plan_once(spec, shape)) / scored(plan_dilated(spec, shape, itemsize=4))
+    assert 0.75 < share < 0.85
+
+
+def test_plans_stay_small() -> None:
+    spec = DilatedSpec((2048, 4096, 8192), (1, 2, 4))
+    assert plan_once(spec, Shape(1, 2**20, 12, 12, 64)).nbytes < 16 * 2**20
+
+
+def test_where_classes_are_too_small_branches_follow_one_another() -> None:
+    shape = Shape(1, 4096, 4, 4, 64)
+    assert once.once_pays(DilatedSpec((512, 4096), (1, 8)), shape)
+    assert not once.once_pays(DilatedSpec((512, 4096), (7, 12)), shape)
+    assert not once.once_pays(DilatedSpec((16, 4096), (1, 8)), shape)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_have_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    for heads in ((6, 3), (1, 1)):  # with one head the backward pass splits it over threads
+        results = []
+        for threads in (1, 2, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(run(heads=heads, dtype=dtype))
+        torch.set_num_threads(before)
+        for other in results[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(other, results[0], strict=True))
+
+
+@needs_compiler
+def test_a_forked_process_can_use_it() -> None:
+    expected = run()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def run_search(library: Path | None = None, **environment: str) -> str:
+    """Some random calls in another process; with memory that is not zero where it is fresh."""
+    command = [sys.executable, str(Path(__file__).with_name("native_search.py"))]
+    command += [] if library is None else [str(library)]
+    variables = os.environ | {"MALLOC_PERTURB_": "165"} | environment
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", list(build.SETS))
+def test_instruction_sets(isa: str) -> None:
+    ran = run_search(DILATED_ATTENTION_ISA=isa).split()[-1]
+    if f" {isa}" not in Path("/proc/cpuinfo").read_text() and isa != "portable":
+        pytest.skip(f"this machine has no {isa}")
+    assert ran == isa
+
+
+@needs_compiler
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    try:
+        library = build.build(tmp_path / "native.so", *flags)
+    except build.BuildError as error:
+        pytest.skip(f"the compiler has no sanitizers: {error}")
+    query = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    run_search(library, LD_PRELOAD=query.stdout.strip(), ASAN_OPTIONS="detect_leaks=0")
+
+
+def test_without_the_library_the_stock_kernel_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "native.so")
+    native.load_library.cache_clear()
+    try:
+        request = Request(CPU, torch.float32)
+        assert choose_kernel(request).name == "stock"
+        with pytest.raises(ValueError, match=r"kernel 'native' cannot run this call: it is not compiled"):
+            choose_kernel(request, "native")
+        (tmp_path / "native.so").write_text("no library")
+        native.load_library.cache_clear()
+        assert "does not load" in str(native.why_not(request))
+    finally:
+        native.load_library.cache_clear()
+
+
+def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="there is no C compiler: 'no-such-compiler' was not found"):
+        build.build(tmp_path / "native.so")
+    monkeypatch.setenv("CC", shutil.which("false") or "false")
+    with pytest.raises(build.BuildError, match="failed"):
+        build.build(tmp_path / "native.so")
+    assert not list(tmp_path.iterdir())
