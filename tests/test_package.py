@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from support.doors import DOORS
+from support.aliases import ALIASES
 
 PACKAGE = "dilated_attention_pytorch"
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ FLOORS = [
     ["kernels"],
     ["ops", "functional", "block_sparse"],
     ["attention_maps", "decode", "ring"],
-    ["modules", "integrations", "factory", *sorted(DOORS), "__init__"],
+    ["modules", "integrations", "factory", *sorted(ALIASES), "__init__"],
     ["cli", "__main__"],
 ]
 # What a room may import beyond torch, inside the functions that use it.
@@ -89,13 +89,13 @@ def test_imports_go_one_way(path: Path) -> None:
     assert outside <= sys.stdlib_module_names | EXTRAS.get(room_of(path), set())
 
 
-@pytest.mark.parametrize("door", sorted(DOORS))
-def test_doors_hold_no_logic(door: str) -> None:
-    docstring, *imports, names = ast.parse((SOURCE / f"{door}.py").read_text()).body
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_alias_modules_hold_no_logic(alias: str) -> None:
+    docstring, *imports, names = ast.parse((SOURCE / f"{alias}.py").read_text()).body
     assert isinstance(docstring, ast.Expr)
     assert all(isinstance(node, ast.ImportFrom) for node in imports)
     assert isinstance(names, ast.Assign)
-    exported = import_module(f"{PACKAGE}.{door}").__all__
+    exported = import_module(f"{PACKAGE}.{alias}").__all__
     assert all(getattr(import_module(PACKAGE), name) for name in exported)
 
 

@@ -117,8 +117,8 @@ class Execution:
     """How a call runs, not what it computes. Hashable and free of tensors; validated on construction.
 
     Args:
-        kernel: "stock" is torch's fused attention, "eager" runs everywhere; a named kernel runs or raises why
-            it cannot. "auto" takes the first that can.
+        kernel: "native" is this library's own for CPUs, "stock" torch's fused attention, "eager" runs
+            everywhere; a named kernel runs or raises why it cannot. "auto" takes the first that can.
         workspace_bytes: what gathered rows and accumulators may take. By default 32 MiB for dilated, 4 MiB a
             thread for block-sparse attention.
         memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.doors import DOORS
+from support.aliases import ALIASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "dilated_attention_pytorch"
@@ -38,7 +38,7 @@ def test_tree_shows_every_room_with_a_line_and_none_else(page: Path) -> None:
 
 def test_contributing_shows_every_module_beside_the_rooms() -> None:
     shown = set(re.findall(r"\b(\w+)\.py", tree(CONTRIBUTING)))
-    modules = {path.stem for path in SOURCE.glob("*.py")} - PARTS - DOORS
+    modules = {path.stem for path in SOURCE.glob("*.py")} - PARTS - ALIASES
     assert not modules - shown
     assert not shown - {path.stem for path in SOURCE.rglob("*.py")}
 

@@ -8,30 +8,32 @@
 Before the memory of the process itself (Python and torch), and of attention alone: projections, feed-forward
 and weights of a model come on top.
 
-Time is that of a CPU. Torch's CPU flash kernel, which runs the jobs and dense attention alike, takes queries
-in blocks and the keys that they see in blocks of `KEY_BLOCK`. So a causal job computes whole blocks along
-the diagonal: up to `KEY_BLOCK` keys it costs as much as one that is not causal. Costs are in units of a
-product of a score and a feature at the kernel's best rate, and only their ratios have a meaning:
+Time is that of a CPU. Torch's CPU flash kernel, which runs dense attention and, without the native kernel,
+the jobs, takes queries in blocks and the keys that they see in blocks of `KEY_BLOCK`. So a causal job
+computes whole blocks along the diagonal: up to `KEY_BLOCK` keys it costs as much as one that is not causal.
+Costs are in units of a product of a score and a feature at that kernel's best rate, and only their ratios
+have a meaning:
 
     a pair of query and key      d + SOFTMAX
     a query of a job             QUERY * d, its share of unpacking keys and of starting rows
     an element packed or merged  MOVE
     backward                     BACKWARD times the kernel's forward, twice the moves
+    the native kernel            a pair of query and key / NATIVE, each key once, and nothing else
 
-The constants were fitted on x86 with AVX2. `benchmarks/forecast.py` compares with what is measured.
+The constants were fitted on x86. `benchmarks/forecast.py` compares with what is measured.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import Request, choose_kernel
+from ..kernels import Request, choose_kernel, native
 from ..kernels.batches import batches_of
-from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, plan_dilated
+from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, once_pays, plan_dilated, plan_once
 from ..spec import DilatedSpec
 
 CPU = torch.device("cpu")
@@ -40,6 +42,8 @@ SOFTMAX = 16
 QUERY = 22
 MOVE = 30
 BACKWARD = 2.6
+NATIVE = 1.2  # how much faster than torch's its best rate is
+NATIVE_SCRATCH = 2**19  # bytes a thread, about
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,21 @@ class Call:
         return 2 * query + 2 * key + lse
 
     @property
+    def is_native(self) -> bool:
+        """Whether the native kernel runs it."""
+        if self.device.type != "cpu":
+            return False  # a GPU may not be here to be asked
+        request = Request(self.device, self.dtype, detaches=self.spec.detach_mixing)
+        return choose_kernel(request).name == "native"
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         return ("forward", "backward") if self.train else ("forward",)
 
     def plan(self, direction: Pass) -> Plan:
         """The plan that the call itself would follow."""
+        if self.is_native and once_pays(self.spec, self.shape):
+            return plan_once(self.spec, self.shape)
         options: dict[str, Any] = {"itemsize": self.dtype.itemsize, "workspace_bytes": self.workspace_bytes}
         return plan_dilated(self.spec, self.shape, direction=direction, **options)
 
@@ -111,6 +125,8 @@ def predict_memory(call: Call) -> Memory:
 def workspace_peak(call: Call, direction: Pass) -> int:
     """Scratch of the kernel: packed rows and results of its largest batches, sums of a region."""
     plan = call.plan(direction)
+    if call.is_native:
+        return _native_peak(call, plan, direction)
     batches = [batch for _, each in batches_of(plan, call.dtype.itemsize) for batch in each]
     if not batches:
         return 0
@@ -131,6 +147,18 @@ def workspace_peak(call: Call, direction: Pass) -> int:
     return 3 * queries + 2 * keys + returned + sums  # q, out, gradient of out, k, v; dq, dk, dv
 
 
+def _native_peak(call: Call, plan: Plan, direction: Pass) -> int:
+    """Scratch of the native kernel's threads, and float32 sums: of half precision, of split key heads."""
+    b, n, h, h_kv, d = call.shape
+    threads, half = torch.get_num_threads(), call.dtype.itemsize < 4
+    scratch = threads * NATIVE_SCRATCH
+    if half and not plan.is_one_stage:
+        scratch += b * n * h * d * 4
+    if direction == "backward" and plan.is_one_stage and b * h_kv < native.MANY_TASKS:
+        return scratch + -(-native.MANY_TASKS // (b * h_kv)) * b * h_kv * 2 * n * d * 4
+    return scratch + (min(threads, b * h_kv) * 2 * n * d * 4 if half and direction == "backward" else 0)
+
+
 def relative_time(call: Call) -> float | None:
     """Time of the call over that of dense attention of the same inputs; None where nothing is known of it.
 
@@ -140,8 +168,23 @@ def relative_time(call: Call) -> float | None:
         return None
     b, n, h, _, d = call.shape
     dense = b * h * _kernel_work(n, n, d, call.spec.is_causal)
+    if call.is_native:
+        return _native_pairs(call) * (d + SOFTMAX) / NATIVE / dense
     own = sum(_pass_work(call, direction) for direction in call.passes)
     return own / (dense * (1 + BACKWARD if call.train else 1))
+
+
+def _native_pairs(call: Call) -> float:
+    """Pairs that the native kernel scores: those of the definition, but each key once."""
+    by_branch = plan_dilated(call.spec, call.shape, itemsize=4)
+    if not once_pays(call.spec, call.shape):
+        return by_branch.num_pairs
+    spec = replace(call.spec, is_causal=False)
+    plans = plan_once(spec, call.shape), plan_dilated(spec, call.shape, itemsize=4)
+    once, repeated = (
+        (each.column("heads") * each.column("count") * each.key_counts).sum().item() for each in plans
+    )
+    return by_branch.num_pairs * once / repeated
 
 
 def _pass_work(call: Call, direction: Pass) -> float:
