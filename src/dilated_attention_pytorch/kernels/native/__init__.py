@@ -16,6 +16,7 @@ from ..contract import Inputs, Merged, Request
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LIBRARY = Path(__file__).with_name("native.so")
+MOST_THREADS = 64
 MANY_TASKS = 8  # batches and key heads from which on each is one task of the backward pass
 
 
@@ -36,7 +37,9 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _Tensor) for name in ("q", "k", "v", "out", "lse", "mask")),
         *((name, ctypes.c_void_p) for name in ("jobs", "runs")),
-        *((name, ctypes.c_int64) for name in ("num_jobs", "d", "threads")),
+        *((name, ctypes.c_int64) for name in ("num_jobs", "d", "threads", "most_rows")),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("dtype", "out_dtype")),
         ("scale", ctypes.c_float),
     )
@@ -62,7 +65,9 @@ def load_library() -> ctypes.CDLL | str:
     except OSError as error:
         return f"its library does not load: {error}"
     library.dap_columns.restype = library.dap_isa.restype = ctypes.c_char_p
-    library.dap_forward.argtypes = [ctypes.POINTER(_Call)]
+    library.dap_forward.argtypes = library.dap_forward_scratch.argtypes = [ctypes.POINTER(_Call)]
+    library.dap_backward_scratch.argtypes = [ctypes.POINTER(_GradCall)]
+    library.dap_forward_scratch.restype = library.dap_backward_scratch.restype = ctypes.c_int64
     library.dap_backward.argtypes = [ctypes.POINTER(_GradCall), ctypes.c_void_p, ctypes.c_int64]
     if library.dap_columns().decode().split() != list(COLUMN):
         return "its library is of another version: install the package again"
@@ -98,6 +103,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = (_dense(x) for x in (inputs.q, inputs.k, inputs.v))
     for jobs in _stages(plan):
         call = _call(plan, jobs, inputs, q, k, v, sums, lse)
+        _lend(call, _library().dap_forward_scratch(ctypes.byref(call)), inputs)
         _check(_library().dap_forward(ctypes.byref(call)))
     if sums is not out:
         out.copy_(sums)
@@ -150,6 +156,7 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
         None if sums is None else sums.data_ptr(),
         DTYPES[dq_sums.dtype],
     )
+    _lend(call.call, _library().dap_backward_scratch(ctypes.byref(call)), inputs)
     _check(_library().dap_backward(ctypes.byref(call), tasks.bounds.data_ptr(), num))
     if sums is not None:
         for task in range(0, num, tasks.parts):
@@ -194,7 +201,21 @@ def _library() -> ctypes.CDLL:
 
 def _check(failed: int) -> None:
     if failed:
-        raise MemoryError("the native kernel found no memory for its scratch")
+        raise MemoryError("the native kernel found no memory for its list of tasks")
+
+
+def _lend(call: _Call, each: int, inputs: Inputs) -> None:
+    """Scratch for the threads of a call."""
+    memory = inputs.workspace.take("native", (call.threads * each + 64,), torch.uint8, inputs.q.device)
+    call.scratch, call.scratch_bytes = memory.data_ptr() + -memory.data_ptr() % 64, each
+
+
+def _most_rows(plan: Plan) -> int:
+    if "most_rows" not in plan.by_kernel:
+        rows = plan.column("heads") * plan.column("count")
+        plan.by_kernel["most_rows"] = int(rows.max()) if len(rows) else 0
+    found: int = plan.by_kernel["most_rows"]
+    return found
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -210,7 +231,8 @@ def _call(
         _Tensor() if mask is None else _Tensor(mask.data_ptr(), *mask.stride(), 0),
         jobs.data_ptr(),
         plan.runs.data_ptr(),
-        *(len(jobs), q.shape[-1], torch.get_num_threads()),
+        *(len(jobs), q.shape[-1], min(MOST_THREADS, torch.get_num_threads()), _most_rows(plan)),
+        *(None, 0),
         *(DTYPES[q.dtype], DTYPES[out.dtype]),
         inputs.scale,
     )

@@ -22,7 +22,9 @@ typedef struct {
 typedef struct {
   tensor q, k, v, out, lse, mask; /* lse float; mask one byte a key, or no data */
   const int64_t *jobs, *runs;
-  int64_t num_jobs, d, threads;
+  int64_t num_jobs, d, threads, most_rows; /* the most query rows of a job */
+  char* scratch;                           /* of all threads, aligned to 64 bytes, `scratch_bytes` for each */
+  int64_t scratch_bytes;
   int32_t dtype, out_dtype; /* 0 float32, 1 bfloat16, 2 float16 */
   float scale;
 } call;

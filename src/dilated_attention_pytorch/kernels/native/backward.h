@@ -268,7 +268,8 @@ static void backward(const grad_call* g, const grad_task* t, char* memory) {
 }
 
 static size_t backward_scratch(const grad_call* g) {
-  const long d = g->a.d, width = width_of(d), lanes = GRAD_ROWS + 2 * LANES, slack = 16 * (9 + 8 * (GRAD_ROWS / VL + 2));
+  const long rows = g->a.most_rows < GRAD_ROWS ? g->a.most_rows : GRAD_ROWS;
+  const long d = g->a.d, width = width_of(d), lanes = round_up(rows, VL) + VL, slack = 16 * (9 + 8 * (GRAD_ROWS / VL + 2));
   long floats = BLOCK * (4 * width + 2 * LANES) + d + lanes * (2 * d + round_up(d, MR) + 2 * width + 3) + slack;
   if (!g->sums && g->a.dtype) floats += 2 * g->n * d;
   return round_up(sizeof(grad_work), 64) + 4 * floats;

@@ -32,69 +32,38 @@ const char* dap_isa(void) {
   return name;
 }
 
-/* Scratch outlives a call, as fresh pages would cost more than what they hold. A slot is taken by one thread at a
- * time; without locks, so that a process forked in the midst of a call can go on. */
-#define SLOTS 64
-#define MOST_KEPT (16 << 20)
-typedef struct {
-  size_t size;
-} header;
-static _Atomic(header*) slots[SLOTS];
-
-static char* take_scratch(size_t size, int slot) {
-  header* found = atomic_exchange(&slots[slot % SLOTS], NULL);
-  if (found && found->size < size) {
-    free(found);
-    found = NULL;
-  }
-  if (!found && posix_memalign((void**)&found, 4096, size + 64)) return NULL;
-  found->size = size;
-  return (char*)found + 64;
-}
-static void give_scratch(char* memory, int slot) {
-  header* kept = (header*)(memory - 64);
-  if (kept->size > MOST_KEPT) {
-    free(kept);
-    return;
-  }
-  free(atomic_exchange(&slots[slot % SLOTS], kept));
-}
+#define MOST_THREADS 64
 
 typedef struct {
   const kernel* k;
   const void* call;
   const void* tasks;
-  size_t scratch;
-  long num_tasks;
+  char* scratch;
+  long scratch_bytes, num_tasks;
   int is_backward;
-  atomic_long next;
-  atomic_int slot;
+  atomic_long next, joined;
 } crew;
 
 static void* run_tasks(void* argument) {
   crew* c = argument;
-  const int slot = atomic_fetch_add(&c->slot, 1);
-  char* memory = take_scratch(c->scratch, slot);
-  if (!memory) return NULL; /* the others do its share */
+  char* memory = c->scratch + atomic_fetch_add(&c->joined, 1) * c->scratch_bytes;
   for (long i; (i = atomic_fetch_add(&c->next, 1)) < c->num_tasks;) {
     if (c->is_backward)
       c->k->backward(c->call, (const grad_task*)c->tasks + i, memory);
     else
       c->k->forward(c->call, (const task*)c->tasks + i, memory);
   }
-  give_scratch(memory, slot);
   return NULL;
 }
 
 /* Threads of this call alone, so that nothing is left running that a fork would miss. */
-static int run_crew(crew* c, long threads) {
-  pthread_t others[SLOTS];
+static void run_crew(crew* c, long threads) {
+  pthread_t others[MOST_THREADS];
   int started = 0;
   if (threads > c->num_tasks) threads = c->num_tasks;
-  while (started + 1 < threads && started < SLOTS - 1 && !pthread_create(&others[started], NULL, run_tasks, c)) started++;
+  while (started + 1 < threads && started < MOST_THREADS - 1 && !pthread_create(&others[started], NULL, run_tasks, c)) started++;
   run_tasks(c);
   while (started) pthread_join(others[--started], NULL);
-  return atomic_load(&c->next) < c->num_tasks;
 }
 
 /* Later rows first: under a causal cut they have the most keys, and would keep one thread busy at the end. The order
@@ -116,7 +85,17 @@ static int is_small(const call* a) { /* starting a thread would take longer */
   return 1;
 }
 
-/* 0, or 1 if memory ran out: then the results are not complete. */
+/* Bytes of scratch that each thread needs. */
+int64_t dap_forward_scratch(const call* a) {
+  const char* name;
+  return (find_kernel(&name)->forward_scratch(a) + 63) / 64 * 64;
+}
+int64_t dap_backward_scratch(const grad_call* g) {
+  const char* name;
+  return (find_kernel(&name)->backward_scratch(g) + 63) / 64 * 64;
+}
+
+/* 0, or 1 if memory ran out: then there are no results. */
 int dap_forward(const call* a) {
   const char* name;
   const kernel* k = find_kernel(&name);
@@ -134,10 +113,10 @@ int dap_forward(const call* a) {
     for (long i = 0; i < parts; i++) tasks[num++] = (task){j, rows * i / parts, rows * (i + 1) / parts - rows * i / parts};
   }
   qsort(tasks, num, sizeof(task), later_first);
-  crew c = {k, a, tasks, k->forward_scratch(a), num, 0, 0, 0};
-  const int failed = run_crew(&c, is_small(a) ? 1 : a->threads);
+  crew c = {k, a, tasks, a->scratch, a->scratch_bytes, num, 0, 0, 0};
+  run_crew(&c, is_small(a) ? 1 : a->threads);
   free(tasks);
-  return failed;
+  return 0;
 }
 
 /* `bounds` (num + 1): the jobs order[bounds[i]] to order[bounds[i + 1]] are task i. */
@@ -147,8 +126,8 @@ int dap_backward(const grad_call* g, const int64_t* bounds, int64_t num) {
   grad_task* tasks = malloc((num + 1) * sizeof(grad_task));
   if (!tasks) return 1;
   for (long i = 0; i < num; i++) tasks[i] = (grad_task){i, bounds[i], bounds[i + 1]};
-  crew c = {k, g, tasks, k->backward_scratch(g), num, 1, 0, 0};
-  const int failed = run_crew(&c, is_small(&g->a) ? 1 : g->a.threads);
+  crew c = {k, g, tasks, g->a.scratch, g->a.scratch_bytes, num, 1, 0, 0};
+  run_crew(&c, is_small(&g->a) ? 1 : g->a.threads);
   free(tasks);
-  return failed;
+  return 0;
 }

@@ -196,7 +196,8 @@ static void forward(const call* a, const task* t, char* memory) {
 }
 
 static size_t forward_scratch(const call* a) {
-  const long d = a->d, lanes = ROWS + 2 * LANES, slack = 16 * (5 + 5 * (ROWS / VL + 2));
+  const long rows = a->most_rows < ROWS ? a->most_rows : ROWS;
+  const long d = a->d, lanes = round_up(rows, VL) + VL, slack = 16 * (5 + 5 * (ROWS / VL + 2));
   const long floats = BLOCK * (2 * width_of(d) + LANES + d) + VL * d + lanes * (d + round_up(d, MR) + 3) + slack;
   return round_up(sizeof(work), 64) + 4 * floats;
 }
