@@ -7,10 +7,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from dilated_attention_pytorch.kernels import native
 
 # Reproducible by default; HYPOTHESIS_PROFILE=search looks for new cases on every run.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -40,6 +43,15 @@ def pytest_collection_finish() -> None:
     """Exempts what torch and the tests have loaded from the search for garbage, which would last longer."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """As if the package had been installed without a C compiler; gives where the library would be."""
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "native.so")
+    native.load_library.cache_clear()
+    yield tmp_path / "native.so"
+    native.load_library.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from dilated_attention_pytorch import __version__, functional
 from dilated_attention_pytorch.cli import doctor
 from dilated_attention_pytorch.cli.main import main
 from dilated_attention_pytorch.kernels import cpu_flash
+from support.executions import FUSED
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_every_kernel_runs_or_says_why_not(report: dict[str, Any], monkeypatch: 
     on_cpu = [entry for entry in report["kernels"] if entry["device"] == "cpu"]
     assert {entry["dtype"] for entry in on_cpu} == {"float64", "float32", "bfloat16", "float16"}
     for entry in on_cpu:
-        assert entry["chosen"] == (entry["kernel"] == "stock")
-    assert {entry["kernel"] for entry in on_cpu} == {"stock", "eager"}
+        assert entry["chosen"] == (entry["kernel"] == ("stock" if entry["dtype"] == "float64" else FUSED[0]))
+    assert {entry["kernel"] for entry in on_cpu} == {"native", "stock", "eager"}
     monkeypatch.setattr(cpu_flash, "_DTYPES", (torch.float32,))
     text = "\n".join(doctor._describe_kernels(doctor._kernels()))
     assert "stock            cpu, float64: cannot: it takes torch.float32, and the tensors are" in text
@@ -71,7 +72,9 @@ def test_text_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch            {torch.__version__}".split() == next(
         line.split() for line in text.splitlines() if line.split()[:1] == ["torch"]
     )
-    assert "stock            cpu, float64 float32 bfloat16 float16: taken by auto" in text
+    assert "stock            cpu, float64" in text
+    assert f"{FUSED[0]:<16} cpu, " in text
+    assert "bfloat16 float16: taken by auto" in text
     assert "eager            cpu, float64 float32 bfloat16 float16: can run when named" in text
     assert "checks passed." in text
     assert "\x1b" not in text  # no colours: this is no terminal

@@ -224,6 +224,7 @@ def test_code_of_a_ring_runs_as_printed(tmp_path: Path, capsys: pytest.CaptureFi
         assert json.loads((tmp_path / str(rank)).read_text()) == [1, n, 8, 64] * 2
 
 
+@pytest.mark.usefixtures("no_native")
 def test_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--length", "128k", "--device", "cuda:1", "--dtype", "float16", "--memory", "16GB")
     assert 'device="cuda:1"' in found["code"]

@@ -129,19 +129,14 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     run_search(library, LD_PRELOAD=query.stdout.strip(), ASAN_OPTIONS="detect_leaks=0")
 
 
-def test_without_the_library_the_stock_kernel_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "LIBRARY", tmp_path / "native.so")
+def test_without_the_library_the_stock_kernel_serves(no_native: Path) -> None:
+    request = Request(CPU, torch.float32)
+    assert choose_kernel(request).name == "stock"
+    with pytest.raises(ValueError, match=r"kernel 'native' cannot run this call: it is not compiled"):
+        choose_kernel(request, "native")
+    no_native.write_text("no library")
     native.load_library.cache_clear()
-    try:
-        request = Request(CPU, torch.float32)
-        assert choose_kernel(request).name == "stock"
-        with pytest.raises(ValueError, match=r"kernel 'native' cannot run this call: it is not compiled"):
-            choose_kernel(request, "native")
-        (tmp_path / "native.so").write_text("no library")
-        native.load_library.cache_clear()
-        assert "does not load" in str(native.why_not(request))
-    finally:
-        native.load_library.cache_clear()
+    assert "does not load" in str(native.why_not(request))
 
 
 def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

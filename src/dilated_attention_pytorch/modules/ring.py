@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
+from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, sharing_errors
 from ..ring.attention import attend_ring
 from ..ring.call import RingSettings
@@ -197,7 +198,8 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
         sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         sizes |= {"batch_size": batch_size, "dtype": dtype, "num_ranks": processes}
         sizes |= {"head_mixing": spec.head_mixing, "head_offsets": spec.head_offsets}
-        sizes |= {"workspace_bytes": self.workspace_bytes, "steps": max(1, self.ring.size // processes)}
+        sizes |= {"workspace_bytes": self.workspace_bytes or DEFAULT_WORKSPACE_BYTES}
+        sizes["steps"] = max(1, self.ring.size // processes)
         needs = []
         for strategy in ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,):
             branches = spec.segment_lengths, spec.dilation_rates

@@ -167,15 +167,15 @@ class RankCall:
         with without_autocast(device), self.workspace(device) as workspace:
             streams = self.schedule.strategy == "ring"
             kernel, inputs = attention_inputs(self.options, tensors, workspace, streams)
-            plan, remote = self.schedule.plan(rank, direction), None
+            plan, remote = self.schedule.plan(rank, direction), []
             if self.schedule.steps(rank):
-                remote = RingKV(self.ring, self.schedule, inputs, direction)
+                remote = [RingKV(self.ring, self.schedule, inputs, direction)]
             if merged is None:
-                results: tuple[Tensor, ...] = kernel.forward(plan, inputs, remote)
+                results: tuple[Tensor, ...] = kernel.forward(plan, inputs, *remote)
             else:
-                results = kernel.backward(plan, inputs, merged, remote)
-            if remote is not None:
-                remote.finish()
+                results = kernel.backward(plan, inputs, merged, *remote)
+            for each in remote:
+                each.finish()
         return results
 
 

@@ -161,8 +161,9 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
     if sums is not None:
         for task in range(0, num, tasks.parts):
             batch, kv = plan.jobs[tasks.order[tasks.bounds[task]]][[COLUMN["batch"], COLUMN["kv"]]].tolist()
-            total = sums[task : task + tasks.parts].sum(0)
-            dk[batch, :, kv], dv[batch, :, kv] = total[0], total[1]
+            for part in range(1, tasks.parts):
+                sums[task].add_(sums[task + part])
+            dk[batch, :, kv], dv[batch, :, kv] = sums[task].unbind(0)
     if dq_sums is not dq:
         dq.copy_(dq_sums)
     return dq, dk, dv
