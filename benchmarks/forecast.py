@@ -15,8 +15,7 @@ import torch
 from common import Say, main, ratio, run_case, show_branches
 
 from dilated_attention_pytorch.cli.bench.candidates import BASELINE, Config
-from dilated_attention_pytorch.cli.bench.cases import Case
-from dilated_attention_pytorch.cli.bench.cases import run_case as compare
+from dilated_attention_pytorch.cli.bench.cases import Case, run_case as compare
 from dilated_attention_pytorch.cli.bench.measure import Measured
 from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.cli.forecast import Call, predict_memory, relative_time

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import common
 import torch
 import torch.distributed as dist
-from common import Config, Say, main, run_case, show_branches
-from common import reduced_error as definition_error
+from common import Config, Say, main, reduced_error as definition_error, run_case, show_branches
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedAttention, RingDilatedAttentionV2

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedSpec, dilated_attention

@@ -24,8 +24,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.core.host_memory import Memory
 from dilated_attention_pytorch.factory import PRESETS, VARIANTS
-from dilated_attention_pytorch.modules import MULTIHEAD_KINDS
-from dilated_attention_pytorch.modules import ring as ring_module
+from dilated_attention_pytorch.modules import MULTIHEAD_KINDS, ring as ring_module
 
 SHORT, LONG = [256, 512], [2048, 4096]
 RATES = [1, 2]

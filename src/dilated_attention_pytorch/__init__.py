@@ -13,180 +13,119 @@ import typing
 import warnings
 
 if typing.TYPE_CHECKING:
-    from .attention_maps import attention_rows
-    from .block_sparse import block_sparse_attention, build_block_pattern
-    from .core import PersistentPatternCache
-    from .decode import DilatedKVCache, attend_last
+    from .attention_maps import (
+        attention_rows as attention_rows,
+    )
+    from .block_sparse import (
+        block_sparse_attention as block_sparse_attention,
+        build_block_pattern as build_block_pattern,
+    )
+    from .core import (
+        PersistentPatternCache as PersistentPatternCache,
+    )
+    from .decode import (
+        DilatedKVCache as DilatedKVCache,
+        attend_last as attend_last,
+    )
     from .factory import (
-        choose_dilated_attention,
-        create_block_sparse_attention,
-        create_dilated_attention,
-        create_multihead_dilated_attention,
+        choose_dilated_attention as choose_dilated_attention,
+        create_block_sparse_attention as create_block_sparse_attention,
+        create_dilated_attention as create_dilated_attention,
+        create_multihead_dilated_attention as create_multihead_dilated_attention,
     )
-    from .functional import dilated_attention
-    from .integrations.gigapath import LongNetViT, LongNetViTConfig
+    from .functional import (
+        dilated_attention as dilated_attention,
+    )
+    from .integrations.gigapath import (
+        LongNetViT as LongNetViT,
+        LongNetViTConfig as LongNetViTConfig,
+    )
     from .modules import (
-        BlockSparseAdaptiveDilatedAttention,
-        BlockSparseDilatedAttention,
-        BlockSparseMultiheadDilatedAttention,
-        BlockSparseRingDilatedAttention,
-        BlockSparseRingMultiheadDilatedAttention,
-        DilatedAttention,
-        DilatedTransformerDecoderLayer,
-        DilatedTransformerEncoderLayer,
-        ImprovedDilatedAttention,
-        ImprovedDilatedAttentionV2,
-        ImprovedMultiheadDilatedAttention,
-        LongNet,
-        LongNetConfig,
-        LongNetDecoder,
-        LongNetDecoderConfig,
-        LongNetEncoder,
-        LongNetEncoderConfig,
-        LongNetLM,
-        LongNetLMConfig,
-        MultiheadDilatedAttention,
-        RingAttentionConfig,
-        RingDilatedAttentionProduction,
-        RingDilatedAttentionV2,
-        RingDilatedAttentionV3,
-        RingMultiheadDilatedAttention,
-        magneto_gamma,
+        BlockSparseAdaptiveDilatedAttention as BlockSparseAdaptiveDilatedAttention,
+        BlockSparseDilatedAttention as BlockSparseDilatedAttention,
+        BlockSparseMultiheadDilatedAttention as BlockSparseMultiheadDilatedAttention,
+        BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
+        BlockSparseRingMultiheadDilatedAttention as BlockSparseRingMultiheadDilatedAttention,
+        DilatedAttention as DilatedAttention,
+        DilatedTransformerDecoderLayer as DilatedTransformerDecoderLayer,
+        DilatedTransformerEncoderLayer as DilatedTransformerEncoderLayer,
+        ImprovedDilatedAttention as ImprovedDilatedAttention,
+        ImprovedDilatedAttentionV2 as ImprovedDilatedAttentionV2,
+        ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention,
+        LongNet as LongNet,
+        LongNetConfig as LongNetConfig,
+        LongNetDecoder as LongNetDecoder,
+        LongNetDecoderConfig as LongNetDecoderConfig,
+        LongNetEncoder as LongNetEncoder,
+        LongNetEncoderConfig as LongNetEncoderConfig,
+        LongNetLM as LongNetLM,
+        LongNetLMConfig as LongNetLMConfig,
+        MultiheadDilatedAttention as MultiheadDilatedAttention,
+        RingAttentionConfig as RingAttentionConfig,
+        RingDilatedAttentionProduction as RingDilatedAttentionProduction,
+        RingDilatedAttentionV2 as RingDilatedAttentionV2,
+        RingDilatedAttentionV3 as RingDilatedAttentionV3,
+        RingMultiheadDilatedAttention as RingMultiheadDilatedAttention,
+        magneto_gamma as magneto_gamma,
     )
-    from .plan import BlockPattern
+    from .plan import (
+        BlockPattern as BlockPattern,
+    )
     from .ring import (
-        RingError,
-        RingSchedule,
-        even_shards,
-        plan_ring,
-        ring_block_sparse_attention,
-        ring_dilated_attention,
-        ring_traffic,
-        shard_bounds,
-        shard_positions,
-        shard_sequence,
-        unshard_sequence,
+        RingError as RingError,
+        RingSchedule as RingSchedule,
+        even_shards as even_shards,
+        plan_ring as plan_ring,
+        ring_block_sparse_attention as ring_block_sparse_attention,
+        ring_dilated_attention as ring_dilated_attention,
+        ring_traffic as ring_traffic,
+        shard_bounds as shard_bounds,
+        shard_positions as shard_positions,
+        shard_sequence as shard_sequence,
+        unshard_sequence as unshard_sequence,
     )
-    from .spec import DilatedSpec, Execution, SparsePatternConfig, branches_for
+    from .spec import (
+        DilatedSpec as DilatedSpec,
+        Execution as Execution,
+        SparsePatternConfig as SparsePatternConfig,
+        branches_for as branches_for,
+    )
 
-__all__ = [
-    "BlockPattern",
-    "BlockSparseAdaptiveDilatedAttention",
-    "BlockSparseDilatedAttention",
-    "BlockSparseMultiheadDilatedAttention",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttention",
-    "DilatedAttention",
-    "DilatedKVCache",
-    "DilatedSpec",
-    "DilatedTransformerDecoderLayer",
-    "DilatedTransformerEncoderLayer",
-    "Execution",
-    "ImprovedDilatedAttention",
-    "ImprovedDilatedAttentionV2",
-    "ImprovedMultiheadDilatedAttention",
-    "LongNet",
-    "LongNetConfig",
-    "LongNetDecoder",
-    "LongNetDecoderConfig",
-    "LongNetEncoder",
-    "LongNetEncoderConfig",
-    "LongNetLM",
-    "LongNetLMConfig",
-    "LongNetViT",
-    "LongNetViTConfig",
-    "MultiheadDilatedAttention",
-    "PersistentPatternCache",
-    "RingAttentionConfig",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2",
-    "RingDilatedAttentionV3",
-    "RingError",
-    "RingMultiheadDilatedAttention",
-    "RingSchedule",
-    "SparsePatternConfig",
-    "attend_last",
-    "attention_rows",
-    "block_sparse_attention",
-    "branches_for",
-    "build_block_pattern",
-    "choose_dilated_attention",
-    "create_block_sparse_attention",
-    "create_dilated_attention",
-    "create_multihead_dilated_attention",
-    "dilated_attention",
-    "even_shards",
-    "magneto_gamma",
-    "plan_ring",
-    "ring_block_sparse_attention",
-    "ring_dilated_attention",
-    "ring_traffic",
-    "shard_bounds",
-    "shard_positions",
-    "shard_sequence",
-    "unshard_sequence",
-]
 __version__ = "0.1.0"
 
+
 # Where the public names live, for the first use of each: the imports above, as data.
-_MODULES: dict[str, tuple[str, ...]] = {
-    "attention_maps": ("attention_rows",),
-    "block_sparse": ("block_sparse_attention", "build_block_pattern"),
-    "core": ("PersistentPatternCache",),
-    "decode": ("DilatedKVCache", "attend_last"),
+_MODULES = {
+    "attention_maps": "attention_rows",
+    "block_sparse": "block_sparse_attention build_block_pattern",
+    "core": "PersistentPatternCache",
+    "decode": "DilatedKVCache attend_last",
     "factory": (
-        "choose_dilated_attention",
-        "create_block_sparse_attention",
-        "create_dilated_attention",
-        "create_multihead_dilated_attention",
+        "choose_dilated_attention create_block_sparse_attention create_dilated_attention "
+        "create_multihead_dilated_attention"
     ),
-    "functional": ("dilated_attention",),
-    "integrations.gigapath": ("LongNetViT", "LongNetViTConfig"),
+    "functional": "dilated_attention",
+    "integrations.gigapath": "LongNetViT LongNetViTConfig",
     "modules": (
-        "BlockSparseAdaptiveDilatedAttention",
-        "BlockSparseDilatedAttention",
-        "BlockSparseMultiheadDilatedAttention",
-        "BlockSparseRingDilatedAttention",
-        "BlockSparseRingMultiheadDilatedAttention",
-        "DilatedAttention",
-        "DilatedTransformerDecoderLayer",
-        "DilatedTransformerEncoderLayer",
-        "ImprovedDilatedAttention",
-        "ImprovedDilatedAttentionV2",
-        "ImprovedMultiheadDilatedAttention",
-        "LongNet",
-        "LongNetConfig",
-        "LongNetDecoder",
-        "LongNetDecoderConfig",
-        "LongNetEncoder",
-        "LongNetEncoderConfig",
-        "LongNetLM",
-        "LongNetLMConfig",
-        "MultiheadDilatedAttention",
-        "RingAttentionConfig",
-        "RingDilatedAttentionProduction",
-        "RingDilatedAttentionV2",
-        "RingDilatedAttentionV3",
-        "RingMultiheadDilatedAttention",
-        "magneto_gamma",
+        "BlockSparseAdaptiveDilatedAttention BlockSparseDilatedAttention "
+        "BlockSparseMultiheadDilatedAttention BlockSparseRingDilatedAttention "
+        "BlockSparseRingMultiheadDilatedAttention DilatedAttention DilatedTransformerDecoderLayer "
+        "DilatedTransformerEncoderLayer ImprovedDilatedAttention ImprovedDilatedAttentionV2 "
+        "ImprovedMultiheadDilatedAttention LongNet LongNetConfig LongNetDecoder LongNetDecoderConfig "
+        "LongNetEncoder LongNetEncoderConfig LongNetLM LongNetLMConfig MultiheadDilatedAttention "
+        "RingAttentionConfig RingDilatedAttentionProduction RingDilatedAttentionV2 "
+        "RingDilatedAttentionV3 RingMultiheadDilatedAttention magneto_gamma"
     ),
-    "plan": ("BlockPattern",),
+    "plan": "BlockPattern",
     "ring": (
-        "RingError",
-        "RingSchedule",
-        "even_shards",
-        "plan_ring",
-        "ring_block_sparse_attention",
-        "ring_dilated_attention",
-        "ring_traffic",
-        "shard_bounds",
-        "shard_positions",
-        "shard_sequence",
-        "unshard_sequence",
+        "RingError RingSchedule even_shards plan_ring ring_block_sparse_attention "
+        "ring_dilated_attention ring_traffic shard_bounds shard_positions shard_sequence "
+        "unshard_sequence"
     ),
-    "spec": ("DilatedSpec", "Execution", "SparsePatternConfig", "branches_for"),
+    "spec": "DilatedSpec Execution SparsePatternConfig branches_for",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 # Hidden from type checkers, for which any name would exist otherwise.

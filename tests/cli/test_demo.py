@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from dilated_attention_pytorch import functional
-from dilated_attention_pytorch.cli import demo
-from dilated_attention_pytorch.cli import demo_parts as parts
+from dilated_attention_pytorch.cli import demo, demo_parts as parts
 from dilated_attention_pytorch.cli.bench import exactness
 from dilated_attention_pytorch.cli.bench.exactness import Check
 from dilated_attention_pytorch.cli.demo_parts import Row

@@ -17,8 +17,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import transformers_sweep  # noqa: E402
 from tiny_models import families, tiny_config  # noqa: E402
-from transformers_sweep import BEGIN as FAMILIES_BEGIN  # noqa: E402
-from transformers_sweep import END as FAMILIES_END  # noqa: E402
+from transformers_sweep import (  # noqa: E402
+    BEGIN as FAMILIES_BEGIN,
+    END as FAMILIES_END,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.merge import add_null_keys, merge_

@@ -6,8 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dilated_attention_pytorch.core.workspace import Workspace
 from dilated_attention_pytorch.kernels.merge import merge_

@@ -21,8 +21,7 @@ from dilated_attention_pytorch import (
     build_block_pattern,
 )
 from dilated_attention_pytorch.core import PersistentPatternCache, get_block_pattern_cache
-from dilated_attention_pytorch.modules import block_sparse as block_sparse_module
-from dilated_attention_pytorch.modules import ring as ring_module
+from dilated_attention_pytorch.modules import block_sparse as block_sparse_module, ring as ring_module
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from dilated_attention_pytorch.spec import PatternType
 from support.tolerances import assert_close, assert_same_gradients

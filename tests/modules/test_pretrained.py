@@ -15,8 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 

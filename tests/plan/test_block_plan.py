@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dilated_attention_pytorch import BlockPattern
 from dilated_attention_pytorch.plan import Pass, Plan, Shape, block_sparse, plan_blocks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dilated_attention_pytorch.ring import even_shards, plan_ring, ring_traffic
 from ring.calls import attend_shard, backward_bytes, forward_bytes, needed_rows, pair_counts, plan_of

@@ -22,8 +22,7 @@ from ..checks import (
 )
 from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
-from ..functional import Lengths, Rates, spec_of
-from ..functional import attend as attend_alone
+from ..functional import Lengths, Rates, attend as attend_alone, spec_of
 from ..ops import BlockSparse, Tensors, block_spec, run_options
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec

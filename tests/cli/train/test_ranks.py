@@ -13,8 +13,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from cli.train.runs import ENVIRONMENT, StopAfter, final_tensors, losses, small, validations
-from cli.train.runs import train as train_alone
+from cli.train.runs import (
+    ENVIRONMENT,
+    StopAfter,
+    final_tensors,
+    losses,
+    small,
+    train as train_alone,
+    validations,
+)
 from dilated_attention_pytorch.cli.train.config import ConfigError, TrainConfig
 from dilated_attention_pytorch.cli.train.loop import train
 from dilated_attention_pytorch.cli.train.ranks import check_ranks
