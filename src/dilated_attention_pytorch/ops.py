@@ -99,11 +99,11 @@ class Tensors(NamedTuple):
 
 
 def attention_inputs(
-    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False
+    options: RunOptions, tensors: Tensors, workspace: Workspace, is_joint: bool = False, streams: bool = False
 ) -> tuple[Kernel, Inputs]:
-    """The kernel that runs a call, and what it takes besides a plan."""
+    """The kernel that runs a call, and what it takes besides a plan; `is_joint`, `streams`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    facts = key_mask is not None, options.dropout_p > 0, options.scale, options.detaches, streams
+    facts = key_mask is not None, options.dropout_p > 0, options.scale, options.detaches, is_joint, streams
     request = Request(q.device, q.dtype, *facts)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
@@ -120,14 +120,22 @@ class Dilated(NamedTuple):
     def default_bytes(self) -> int:
         return DEFAULT_WORKSPACE_BYTES
 
+    def is_joint(self, tensors: Tensors) -> bool:
+        """Whether all branches of a query can be one job."""
+        return once_pays(self.spec, tensors.shape, self._documents(tensors))
+
+    def _documents(self, tensors: Tensors) -> tuple[int, ...] | None:
+        bounds = tensors.cu_seqlens
+        return None if bounds is None else document_bounds(bounds, tensors.q.shape[1])
+
     def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
         """The jobs of a call; `once`: all branches of a query in one of them, where that pays."""
         shape = tensors.shape
         first, total = self.head_slice or (0, shape.h)
-        docs = None if tensors.cu_seqlens is None else document_bounds(tensors.cu_seqlens, shape.n)
+        docs = self._documents(tensors)
         cache = get_global_pattern_cache() if options.use_pattern_cache else None
         shard = Shard(shape.n, 0, total, first)
-        if once and once_pays(self.spec, shape, docs):
+        if once and self.is_joint(tensors):
             return plan_once(self.spec, shape, docs, shard, cache)
         return plan_dilated(
             self.spec,
@@ -156,6 +164,9 @@ class BlockSparse(NamedTuple):
     def default_bytes(self) -> int:
         # Known only where the op runs: compilers cannot ask for threads.
         return BYTES_A_THREAD * torch.get_num_threads()
+
+    def is_joint(self, _tensors: Tensors) -> bool:
+        return True
 
     def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
         shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
@@ -248,10 +259,11 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     tensors, work, options = _read_call(args)
+    is_joint = work.is_joint(tensors)
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
-        kernel, inputs = attention_inputs(sized, tensors, workspace)
+        kernel, inputs = attention_inputs(sized, tensors, workspace, is_joint)
         if merged is None:
             return kernel.forward(work.plan(sized, tensors, "forward", kernel.each_key_once), inputs)
         return kernel.backward(work.plan(sized, tensors, "backward", kernel.each_key_once), inputs, merged)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.cli.forecast import KEY_BLOCK, Call, computed_pairs, relative_time
+from dilated_attention_pytorch.cli.forecast import KEY_BLOCK, NATIVE, Call, computed_pairs, relative_time
 from dilated_attention_pytorch.plan import Shape
 from dilated_attention_pytorch.spec import DilatedSpec, branches_for
+from support.executions import FUSED
 
 
 def forecast(
@@ -36,10 +37,21 @@ def test_causal_pairs_are_whole_blocks_of_keys(queries: int) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("no_native")
 def test_dense_attention_as_one_segment_costs_little_more(causal: bool, train: bool) -> None:
     assert 1.0 < forecast(16384, (16384,), (1,), causal=causal, train=train) < 1.05
 
 
+@pytest.mark.skipif("native" not in FUSED, reason="there is no C compiler")
+def test_the_native_kernel_scores_each_key_once() -> None:
+    dense = forecast(16384, (16384,), (1,))
+    assert dense == pytest.approx(1 / NATIVE, rel=0.01)
+    # Of a segment of 2048 and every second key of 4096: the second branch's keys outside of the segment.
+    nested = forecast(16384, (2048, 4096), (1, 2))
+    assert nested == pytest.approx(dense * (2048 + 512) / 16384, rel=0.01)
+
+
+@pytest.mark.usefixtures("no_native")
 def test_what_saves_more_is_forecast_to() -> None:
     times = [forecast(n, *branches_for(n, first=2048, ratio=4)) for n in (4096, 16384, 65536)]
     assert times == sorted(times, reverse=True)

@@ -29,7 +29,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "1310
 ENVIRONMENT = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 # Prints the bytes that a process takes beyond the inputs of a call, as the bench measures them. Each case has
-# a fork of its own, in which no freed memory of others hides: only that of a warm-up of 64 positions.
+# a fork of its own, in which no freed memory of others hides: only that of warm-ups of 64 positions.
 MEASURE = """
 import json, os, sys, torch
 from dilated_attention_pytorch import Execution, functional
@@ -39,15 +39,16 @@ def make(case, n):
     heads = (case["h"], case["h_kv"], case["h_kv"], case["h"])[: 4 if case["train"] else 3]
     return [torch.randn(1, n, h, case["d"], dtype=getattr(torch, case["dtype"])) for h in heads]
 
-def run(case, tensors):
+def run(case, tensors, kernel="auto"):
     leaves = [x.requires_grad_(case["train"]) for x in tensors[:3]]
-    execution = Execution(memory=case["memory"])
+    execution = Execution(kernel, memory=case["memory"])
     options = {"is_causal": case["causal"], "execution": execution, "return_lse": True}
     out, lse = functional.dilated_attention(*leaves, *case["branches"], **options)
     return (out, lse, *torch.autograd.grad(out, leaves, tensors[3])) if case["train"] else (out, lse)
 
 def measure(case):
-    run(case, make(case, 64))
+    for kernel in ("auto", "stock"):  # either may run the case
+        run(case, make(case, 64), kernel)
     tensors = make(case, case["n"])
     before = reset_peak_memory()
     results = run(case, tensors)

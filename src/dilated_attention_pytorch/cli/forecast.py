@@ -81,7 +81,8 @@ class Call:
         """Whether the native kernel runs it."""
         if self.device.type != "cpu":
             return False  # a GPU may not be here to be asked
-        request = Request(self.device, self.dtype, detaches=self.spec.detach_mixing)
+        joint = once_pays(self.spec, self.shape)
+        request = Request(self.device, self.dtype, detaches=self.spec.detach_mixing, is_joint=joint)
         return choose_kernel(request).name == "native"
 
     @property
@@ -149,14 +150,15 @@ def workspace_peak(call: Call, direction: Pass) -> int:
 
 def _native_peak(call: Call, plan: Plan, direction: Pass) -> int:
     """Scratch of the native kernel's threads, and float32 sums: of half precision, of split key heads."""
-    b, n, h, h_kv, d = call.shape
-    threads, half = torch.get_num_threads(), call.dtype.itemsize < 4
-    scratch = threads * NATIVE_SCRATCH
-    if half and not plan.is_one_stage:
-        scratch += b * n * h * d * 4
-    if direction == "backward" and plan.is_one_stage and b * h_kv < native.MANY_TASKS:
-        return scratch + -(-native.MANY_TASKS // (b * h_kv)) * b * h_kv * 2 * n * d * 4
-    return scratch + (min(threads, b * h_kv) * 2 * n * d * 4 if half and direction == "backward" else 0)
+    b, n, _, h_kv, d = call.shape
+    threads, owned = torch.get_num_threads(), b * h_kv
+    scratch, sums = threads * NATIVE_SCRATCH, 2 * n * d * 4  # of dk and dv of a batch and key head
+    if direction == "forward":
+        return scratch
+    parts = native.num_parts(call.shape, owned) if plan.is_one_stage else 1
+    if parts > 1:
+        return scratch + parts * owned * sums
+    return scratch + (min(threads, owned) * sums if call.dtype.itemsize < 4 else 0)
 
 
 def relative_time(call: Call) -> float | None:

@@ -23,6 +23,7 @@ class Request(NamedTuple):
     dropout: bool = False
     scale: float = 1.0
     detaches: bool = False  # backward holds the mixing weights constant
+    is_joint: bool = True  # all branches of a query are in one job
     streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
 
 

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...plan.runs import COLUMN, Plan
+from ...plan.runs import COLUMN, Plan, Shape
 from ..contract import Inputs, Merged, Request
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LIBRARY = Path(__file__).with_name("native.so")
 MOST_THREADS = 64
 MANY_TASKS = 8  # batches and key heads from which on each is one task of the backward pass
+MOST_SUMS = 64 * 2**20  # bytes for sums of several tasks where they are fewer
 
 
 class _Tensor(ctypes.Structure):
@@ -40,7 +41,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_jobs", "d", "threads", "most_rows")),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("dtype", "out_dtype")),
+        *((name, ctypes.c_int32) for name in ("dtype",)),
         ("scale", ctypes.c_float),
     )
 
@@ -51,7 +52,6 @@ class _GradCall(ctypes.Structure):
         *((name, _Tensor) for name in ("grad_out", "grad_lse", "dq", "dk", "dv")),
         ("n", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("order", "sums")),
-        ("dq_dtype", ctypes.c_int64),
     )
 
 
@@ -86,6 +86,8 @@ def why_not(request: Request) -> str | None:
         return "it has no dropout"
     if request.detaches:
         return "it does not keep the outputs of single branches, which detach_mixing needs"
+    if request.dtype != torch.float32 and not request.is_joint:
+        return "in half precision it takes all branches of a query at once, and here they would be tiny jobs"
     if request.streams:
         return "it takes all keys at once, and some are of other ranks or of a cache"
     return None
@@ -96,25 +98,15 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     b, n, h, _ = inputs.q.shape
     out = inputs.workspace.result(inputs.q.shape, inputs.q.dtype, inputs.q.device)
     lse = inputs.workspace.result((b, h, n), torch.float32, inputs.q.device)
-    sums = _wide(plan, "native_out", out, inputs)
     if not plan.covers_queries:
-        sums.zero_()
+        out.zero_()
         lse.fill_(-math.inf)
     q, k, v = (_dense(x) for x in (inputs.q, inputs.k, inputs.v))
     for jobs in _stages(plan):
-        call = _call(plan, jobs, inputs, q, k, v, sums, lse)
+        call = _call(plan, jobs, inputs, q, k, v, out, lse)
         _lend(call, _library().dap_forward_scratch(ctypes.byref(call)), inputs)
         _check(_library().dap_forward(ctypes.byref(call)))
-    if sums is not out:
-        out.copy_(sums)
     return out, lse
-
-
-def _wide(plan: Plan, slot: str, result: Tensor, inputs: Inputs) -> Tensor:
-    """Where rows that several jobs meet are summed: float32 scratch for half precision."""
-    if plan.is_one_stage or result.dtype == torch.float32:
-        return result
-    return inputs.workspace.take(slot, tuple(result.shape), torch.float32, result.device)
 
 
 def _stages(plan: Plan) -> list[Tensor]:
@@ -134,9 +126,8 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
     tensors = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
     tasks = _tasks(plan)
-    dq_sums = _wide(plan, "native_dq", dq, inputs)
     if not plan.covers_queries:
-        dq_sums.zero_()
+        dq.zero_()
     if tasks.num_owned < plan.shape.b * plan.shape.h_kv:
         dk.zero_()
         dv.zero_()
@@ -150,12 +141,12 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
         _call(plan, plan.jobs, inputs, q, k, v, out, merged.lse),
         _Tensor.of(grad_out),
         _Tensor() if grad_lse is None else _Tensor.of(grad_lse.transpose(1, 2)),
-        *(_Tensor.of(x) for x in (dq_sums, dk, dv)),
+        *(_Tensor.of(x) for x in (dq, dk, dv)),
         n,
         tasks.order.data_ptr(),
         None if sums is None else sums.data_ptr(),
-        DTYPES[dq_sums.dtype],
     )
+    call.call.threads = min(call.call.threads, num)
     _lend(call.call, _library().dap_backward_scratch(ctypes.byref(call)), inputs)
     _check(_library().dap_backward(ctypes.byref(call), tasks.bounds.data_ptr(), num))
     if sums is not None:
@@ -164,8 +155,6 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
             for part in range(1, tasks.parts):
                 sums[task].add_(sums[task + part])
             dk[batch, :, kv], dv[batch, :, kv] = sums[task].unbind(0)
-    if dq_sums is not dq:
-        dq.copy_(dq_sums)
     return dq, dk, dv
 
 
@@ -185,13 +174,18 @@ def _tasks(plan: Plan) -> _Tasks:
         owner = plan.column("batch") * plan.shape.h_kv + plan.column("kv")
         order = torch.argsort(owner, stable=True)
         _, counts = torch.unique_consecutive(owner[order], return_counts=True)
-        is_split = plan.is_one_stage and len(counts) < MANY_TASKS
-        parts = -(-MANY_TASKS // max(1, len(counts))) if is_split else 1
+        parts = num_parts(plan.shape, len(counts)) if plan.is_one_stage else 1
         ends = counts.cumsum(0)
         cuts = (ends - counts)[:, None] + counts[:, None] * torch.arange(parts) // parts
         bounds = torch.cat([cuts.flatten(), ends[-1:]]) if len(counts) else torch.zeros(1, dtype=torch.int64)
         found = plan.by_kernel["tasks"] = _Tasks(order, bounds, parts, len(counts))
     return found
+
+
+def num_parts(shape: Shape, num_owners: int) -> int:
+    """Into how many tasks the work of a batch and key head is cut, each with sums of its own."""
+    fit = MOST_SUMS // (max(1, num_owners) * 2 * shape.n * shape.d * 4)
+    return max(1, min(fit, -(-MANY_TASKS // max(1, num_owners))))
 
 
 def _library() -> ctypes.CDLL:
@@ -234,6 +228,6 @@ def _call(
         plan.runs.data_ptr(),
         *(len(jobs), q.shape[-1], min(MOST_THREADS, torch.get_num_threads()), _most_rows(plan)),
         *(None, 0),
-        *(DTYPES[q.dtype], DTYPES[out.dtype]),
+        DTYPES[q.dtype],
         inputs.scale,
     )

@@ -25,7 +25,7 @@ typedef struct {
   int64_t num_jobs, d, threads, most_rows; /* the most query rows of a job */
   char* scratch;                           /* of all threads, aligned to 64 bytes, `scratch_bytes` for each */
   int64_t scratch_bytes;
-  int32_t dtype, out_dtype; /* 0 float32, 1 bfloat16, 2 float16 */
+  int32_t dtype; /* 0 float32, 1 bfloat16, 2 float16: these meet each row in one job only */
   float scale;
 } call;
 
@@ -40,7 +40,6 @@ typedef struct {
   int64_t n;
   const int64_t* order; /* the jobs, those of a task next to each other */
   float* sums;          /* (tasks, 2, n, d) for dk and dv of each task, or NULL: then a key head is one task's */
-  int64_t dq_dtype;
 } grad_call;
 
 /* Jobs order[first] to order[end], all of one batch and key head. */

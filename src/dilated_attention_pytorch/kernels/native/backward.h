@@ -187,7 +187,7 @@ static void close_grad_panel(grad_work* w, const int64_t* job, const grad_panel*
     for (long x = x0; x < x0 + VL && x < p->rows; x++) {
       const long at = row_of(job, p->first + x, &w->g->dq);
       if (!job[OPENS_QUERIES]) add_scaled(rows[x - x0], (const float*)w->g->dq.data + at, d, 1);
-      write_row(w->g->dq.data, at, rows[x - x0], d, (int)w->g->dq_dtype);
+      write_row(w->g->dq.data, at, rows[x - x0], d, w->g->a.dtype);
     }
   }
 }

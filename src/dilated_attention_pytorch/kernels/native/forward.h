@@ -155,7 +155,7 @@ static void close_panel(work* w, const int64_t* job, const panel* p) {
     }
     unpack_transposed(rows, p->out + x0, lanes, d, factors);
     for (long x = x0; x < x0 + VL && x < p->rows; x++)
-      write_row(a->out.data, row_of(job, p->first + x, &a->out), rows[x - x0], d, a->out_dtype);
+      write_row(a->out.data, row_of(job, p->first + x, &a->out), rows[x - x0], d, a->dtype);
   }
 }
 
