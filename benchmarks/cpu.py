@@ -6,7 +6,8 @@
 The bare kernel is PyTorch's CPU flash attention, called directly on contiguous tensors of the shapes that the
 engine's own plan cuts: for the forward pass the forward plan's tiles; for the backward pass the backward
 plan's, with out and lse made beforehand. It packs nothing, merges nothing and keeps no result, and is so a
-time that an engine over this kernel can approach but not beat.
+time that an engine over this kernel can approach but not beat; the native kernel, which scores each key once,
+can.
 """
 
 from __future__ import annotations

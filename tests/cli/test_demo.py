@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,8 @@ def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dilated_attention_pytorch", "demo", "--seconds", "500"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # A test run in the background of a shell ignores the signal, and so would its children.
+    pipes["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen([*command, "--out", str(out)], env=environment, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
