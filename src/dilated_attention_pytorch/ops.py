@@ -10,11 +10,13 @@ The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import lru_cache, partial
 from operator import index
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -210,9 +212,19 @@ def write_recipe(config: SparsePatternConfig, branches: Sequence[tuple[int, int]
     return repr((astuple(config), tuple(branches)))
 
 
+_PARSING = Lock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_PARSING._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _literals(text: str) -> Any:
+    with _PARSING:  # Python 3.11 counts the depth of all threads that parse together, and fails
+        return ast.literal_eval(text)
+
+
 @lru_cache(maxsize=256)
 def _read_recipe(recipe: str) -> tuple[SparsePatternConfig, tuple[tuple[int, int], ...]]:
-    config, branches = ast.literal_eval(recipe)
+    config, branches = _literals(recipe)
     return SparsePatternConfig(*config), branches
 
 
@@ -233,9 +245,9 @@ def write_execution(execution: Execution) -> str:
 
 @lru_cache(maxsize=1024)
 def _read(spec: str, execution: str) -> tuple[Dilated | BlockSparse, Execution]:
-    kind, fields, *rest = ast.literal_eval(spec)
+    kind, fields, *rest = _literals(spec)
     work = (Dilated if kind == "dilated" else BlockSparse)(DilatedSpec(*fields), *rest)
-    return work, Execution(*ast.literal_eval(execution))
+    return work, Execution(*_literals(execution))
 
 
 _NUM_TENSORS = len(Tensors._fields)

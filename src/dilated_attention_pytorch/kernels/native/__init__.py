@@ -114,9 +114,8 @@ def _stages(plan: Plan) -> list[Tensor]:
     found: list[Tensor] | None = plan.by_kernel.get("stages")
     if found is None:
         stage = plan.column("stage")
-        found = (
-            [plan.jobs] if plan.is_one_stage else [plan.jobs[stage == i] for i in sorted(set(stage.tolist()))]
-        )
+        numbers = [] if plan.is_one_stage else sorted(set(stage.tolist()))
+        found = [plan.jobs[stage == number] for number in numbers] or [plan.jobs]
         plan.by_kernel["stages"] = found
     return found
 
