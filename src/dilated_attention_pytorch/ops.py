@@ -10,13 +10,11 @@ The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import lru_cache, partial
 from operator import index
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import autocasts, document_bounds
+from .core import process
 from .core.pattern_cache import PatternCache, get_block_pattern_cache, get_global_pattern_cache
 from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
@@ -131,13 +130,13 @@ class Dilated(NamedTuple):
         return None if bounds is None else document_bounds(bounds, tensors.q.shape[1])
 
     def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
-        """The jobs of a call; `once`: all branches of a query in one of them, where that pays."""
+        """The jobs of a call; `once`: all branches of a query in one of them."""
         shape = tensors.shape
         first, total = self.head_slice or (0, shape.h)
         docs = self._documents(tensors)
         cache = get_global_pattern_cache() if options.use_pattern_cache else None
         shard = Shard(shape.n, 0, total, first)
-        if once and self.is_joint(tensors):
+        if once:
             return plan_once(self.spec, shape, docs, shard, cache)
         return plan_dilated(
             self.spec,
@@ -212,13 +211,8 @@ def write_recipe(config: SparsePatternConfig, branches: Sequence[tuple[int, int]
     return repr((astuple(config), tuple(branches)))
 
 
-_PARSING = Lock()
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_PARSING._at_fork_reinit)  # type: ignore[attr-defined]
-
-
 def _literals(text: str) -> Any:
-    with _PARSING:  # Python 3.11 counts the depth of all threads that parse together, and fails
+    with process.LOCK:  # Python 3.11 counts the depth of all threads that parse together, and fails
         return ast.literal_eval(text)
 
 
@@ -276,9 +270,10 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
         kernel, inputs = attention_inputs(sized, tensors, workspace, is_joint)
+        once = kernel.each_key_once and is_joint
         if merged is None:
-            return kernel.forward(work.plan(sized, tensors, "forward", kernel.each_key_once), inputs)
-        return kernel.backward(work.plan(sized, tensors, "backward", kernel.each_key_once), inputs, merged)
+            return kernel.forward(work.plan(sized, tensors, "forward", once), inputs)
+        return kernel.backward(work.plan(sized, tensors, "backward", once), inputs, merged)
 
     device = tensors.q.device
     with without_autocast(device):

@@ -17,7 +17,6 @@ typedef struct {
 
 typedef struct {
   const grad_call* g;
-  const grad_task* task;
   float *total_dk, *total_dv; /* of the task, by time */
   long step;
   grad_panel panels[GRAD_ROWS / VL + 2];
@@ -227,7 +226,6 @@ static void backward(const grad_call* g, const grad_task* t, char* memory) {
   grad_work* w = (grad_work*)memory;
   float* next = (float*)(memory + round_up(sizeof(grad_work), 64));
   w->g = g;
-  w->task = t;
   w->keys.keys = take(&next, BLOCK * width_of(d));
   w->keys.values = take(&next, BLOCK * width_of(d));
   w->p = take(&next, BLOCK * LANES);

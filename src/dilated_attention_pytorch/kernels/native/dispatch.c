@@ -66,13 +66,6 @@ static void run_crew(crew* c, long threads) {
   while (started) pthread_join(others[--started], NULL);
 }
 
-/* Later rows first: under a causal cut they have the most keys, and would keep one thread busy at the end. The order
- * changes no result. */
-static int later_first(const void* x, const void* y) {
-  const task *a = x, *b = y;
-  return a->job != b->job ? (a->job < b->job ? 1 : -1) : (a->first < b->first ? 1 : a->first > b->first ? -1 : 0);
-}
-
 static int is_small(const call* a) { /* starting a thread would take longer */
   long pairs = 0;
   for (long j = 0; j < a->num_jobs; j++) {
@@ -106,13 +99,14 @@ int dap_forward(const call* a) {
   }
   task* tasks = malloc((num + 1) * sizeof(task));
   if (!tasks) return 1;
-  num = 0;
+  /* Later rows first: under a causal cut they have the most keys, and would keep one thread busy at the end. The
+   * order changes no result. */
+  long at = num;
   for (long j = 0; j < a->num_jobs; j++) {
     const int64_t* job = a->jobs + j * NUM_COLUMNS;
     const long rows = job[HEADS] * job[COUNT], parts = (rows + k->rows - 1) / k->rows;
-    for (long i = 0; i < parts; i++) tasks[num++] = (task){j, rows * i / parts, rows * (i + 1) / parts - rows * i / parts};
+    for (long i = 0; i < parts; i++) tasks[--at] = (task){j, rows * i / parts, rows * (i + 1) / parts - rows * i / parts};
   }
-  qsort(tasks, num, sizeof(task), later_first);
   crew c = {k, a, tasks, a->scratch, a->scratch_bytes, num, 0, 0, 0};
   run_crew(&c, is_small(a) ? 1 : a->threads);
   free(tasks);
