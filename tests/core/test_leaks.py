@@ -19,7 +19,7 @@ import torch
 from dilated_attention_pytorch.core import MemoryPool, get_global_memory_pool
 from dilated_attention_pytorch.modules import DilatedAttention, ImprovedDilatedAttentionV2
 
-NUM_STEPS, NUM_LEAKY_STEPS = 2000, 300
+NUM_STEPS, NUM_LEAKY_STEPS = 4000, 800
 LENGTHS = (1, 2, 17, 31, 63, 64, 65, 97, 128, 130, 191, 255, 256, 257, 300, 347, 384, 401, 480, 509, 512)
 MAX_SLOPE = 512  # bytes a step
 # The C library keeps what is freed: what it gives back and asks for again would hide a slope.
@@ -31,14 +31,14 @@ def resident_bytes() -> int:
 
 
 def slope(values: Sequence[int]) -> float:
-    """Of least-squares lines, a step: the lower one of the third and the last quarter.
+    """Of least-squares lines, a step: the lowest one of the last six eighths.
 
-    A jump of the allocator lies in one of them, a leak in both.
+    A jump of the allocator lies in one of them or two, a leak in all.
     """
-    _, _, third, last = torch.tensor(values, dtype=torch.float64).chunk(4)
-    x = torch.arange(len(last), dtype=torch.float64)
+    eighths = torch.tensor(values, dtype=torch.float64).reshape(8, -1)
+    x = torch.arange(eighths.shape[1], dtype=torch.float64)
     x -= x.mean()
-    return min(float((x * y).sum() / (x * x).sum()) for y in (third, last))
+    return float((eighths[2:] @ x / (x @ x)).min())
 
 
 def held_bytes(pool: MemoryPool) -> int:
