@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedSpec, dilated_attention
 from dilated_attention_pytorch.core import get_global_pattern_cache
 from dilated_attention_pytorch.kernels import batches
-from dilated_attention_pytorch.plan import Shape, once_pays, plan_dilated
+from dilated_attention_pytorch.plan import Shape, plan_dilated
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
@@ -34,11 +34,6 @@ def many_documents(draw: st.DrawFn) -> Configuration:
 
 def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
     branches = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
-    if kernel == "native":  # which refuses these
-        config = replace(config, detach_mixing=False)
-        shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
-        is_joint = once_pays(DilatedSpec(config.segment_lengths, config.dilation_rates), shape, config.docs)
-        kernel = kernel if is_joint or dtype == torch.float32 else "auto"
     check_call(
         config,
         dtype,

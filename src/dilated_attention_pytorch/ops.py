@@ -99,13 +99,10 @@ class Tensors(NamedTuple):
         return Shape.of(self.q, self.k)
 
 
-def attention_inputs(
-    options: RunOptions, tensors: Tensors, workspace: Workspace, is_joint: bool = False, streams: bool = False
-) -> tuple[Kernel, Inputs]:
-    """The kernel that runs a call, and what it takes besides a plan; `is_joint`, `streams`: see `Request`."""
+def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
+    """The kernel that runs a call, and what it takes besides a plan."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    facts = key_mask is not None, options.dropout_p > 0, options.scale, options.detaches, is_joint, streams
-    request = Request(q.device, q.dtype, *facts)
+    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
@@ -265,11 +262,12 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     tensors, work, options = _read_call(args)
-    is_joint = work.is_joint(tensors)
+    # Backward of detach_mixing needs the outputs of single branches.
+    is_joint = work.is_joint(tensors) and not (options.detaches and merged is not None)
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
-        kernel, inputs = attention_inputs(sized, tensors, workspace, is_joint)
+        kernel, inputs = attention_inputs(sized, tensors, workspace)
         once = kernel.each_key_once and is_joint
         if merged is None:
             return kernel.forward(work.plan(sized, tensors, "forward", once), inputs)

@@ -209,7 +209,7 @@ def test_lanes_hold_every_key_that_is_selected(stream: Stream) -> None:
             kv for kv in run.kv_heads for _ in range(group)
         ]
         for t in range(n):
-            if run.selects(t):
+            if t % run.window % run.rate == run.offset:
                 begin = t // run.window * run.window + run.offset
                 rows = run.rows_before(t % run.window + 1)
                 assert rows <= run.capacity

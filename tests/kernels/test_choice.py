@@ -23,10 +23,6 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Request(CPU, torch.float32), FUSED[0]),
         (Request(CPU, torch.bfloat16, masked=True), FUSED[0]),
-        (Request(CPU, torch.float32, is_joint=False), FUSED[0]),
-        (Request(CPU, torch.bfloat16, is_joint=False), "stock"),
-        (Request(CPU, torch.float32, detaches=True), "stock"),
-        (Request(CPU, torch.float32, streams=True), "stock"),
         (Request(CPU, torch.float64), "stock"),
         (Request(CPU, torch.float32, dropout=True), "eager"),
         (Request(GPU, torch.float16), "stock"),

@@ -81,9 +81,7 @@ class Call:
         """Whether the native kernel runs it."""
         if self.device.type != "cpu":
             return False  # a GPU may not be here to be asked
-        joint = once_pays(self.spec, self.shape)
-        request = Request(self.device, self.dtype, detaches=self.spec.detach_mixing, is_joint=joint)
-        return choose_kernel(request).name == "native"
+        return choose_kernel(Request(self.device, self.dtype)).name == "native"
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -17,13 +17,12 @@ from ..core.sources import FRESH
 from ..core.tracing import uncompiled
 from ..core.workspace import Workspace
 from ..kernels import How, Inputs, Request, choose_kernel
-from ..kernels.merge import merge_
 from ..kernels.rows import Rows
 from ..ops import check_execution, without_autocast
 from ..plan import DEFAULT_WORKSPACE_BYTES, Plan, Region, Shape, Shard, plan_crossing, plan_dilated
 from ..plan.runs import even_parts
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
-from .runs import KeyRun, alike_rows, as_slice, key_runs
+from .runs import KeyRun, alike_rows, key_runs
 
 _WIDE_ROWS = 4096  # key rows of half precision that are widened at a time, 1 MiB with 64 features
 
@@ -60,36 +59,38 @@ class Stream:
     def runs(self) -> tuple[KeyRun, ...]:
         return key_runs(self.spec, self.num_heads, self.num_kv_heads)
 
+    def selected(self, position: int) -> list[KeyRun]:
+        """The runs that the query at a position reads, and that its key joins."""
+        return [run for run in self.runs if position % run.window % run.rate == run.offset]
+
     def attend_one(self, q: Tensor, position: int, past: Past) -> Tensor:
         """out (b, 1, h, d) of the query at `position`; `past` holds its own key too."""
         dtype = torch.promote_types(q.dtype, torch.float32)
+        q = q.transpose(1, 2)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
-        scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale, streams=True), self.execution.kernel)
-        row_dtype = dtype if kernel.op.widens else q.dtype
-        for run in self.runs:
-            if not run.selects(position):
-                continue
-            query = run.of_queries(q).transpose(1, 2).to(row_dtype).contiguous()
-            rows, lse_rows = run.of_queries(out), run.of_queries(lse)
+        how = How(False, self.spec.scale_for(q.shape[-1]))
+        op = choose_kernel(Request(q.device, q.dtype, scale=how.scale), self.execution.kernel).op
+        row_dtype = dtype if op.widens else q.dtype
+        for run in self.selected(position):
+            heads = run.query_index
+            query, rows, lse_rows = q[:, heads].to(row_dtype), out[:, heads], lse[:, heads]
             count = run.rows_before(position % run.window + 1)
             # A widened copy is attended while it is in the processor's cache.
             most = count if row_dtype == q.dtype else max(1, _WIDE_ROWS // (len(run.kv_heads) * q.shape[0]))
             for first, num in even_parts(count, most):
                 keys, values = (x.to(row_dtype) for x in past.rows(run, first, num))
-                part, part_lse = kernel.op.forward(query, keys, values, How(False, scale))
-                merge_(rows, lse_rows, part.transpose(1, 2), part_lse.transpose(1, 2))
-            if as_slice(run.heads) is None:  # copies, not views
-                out[:, :, list(run.heads)], lse[:, :, list(run.heads)] = rows, lse_rows
-        return out.to(q.dtype)
+                op.extend(query, keys, values, how, rows, lse_rows)
+            if not isinstance(heads, slice):  # copies, not views
+                out[:, heads], lse[:, heads] = rows, lse_rows
+        return out.transpose(1, 2).to(q.dtype)
 
     def attend_many(self, q: Tensor, k: Tensor, v: Tensor, start: int, past: Past) -> Tensor:
         """out (b, m, h, d) of the m tokens from position `start`; `past` holds the keys before them."""
         # Segments begin anew after each common multiple: smaller numbers find the plan of an earlier call.
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale, streams=True), self.execution.kernel)
+        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
         inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace())
         shape, shard = inputs.shape, Shard(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(
@@ -158,8 +159,8 @@ class _EarlierChunk:
 
     def _run(self, branch: int, position: int, kv: int) -> tuple[KeyRun, int]:
         """The run in which a position lies, and its row."""
-        for run in self.earlier.stream.runs:
-            if run.branch == branch and run.selects(position) and kv in run.kv_heads:
+        for run in self.earlier.stream.selected(position):
+            if run.branch == branch and kv in run.kv_heads:
                 return run, position % run.window // run.rate
         raise AssertionError("each job has a run")
 
@@ -234,5 +235,5 @@ class _Kept:
     def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
         begin = self.position // run.window * run.window + run.offset + first * run.rate
         times = slice(begin, begin + (count - 1) * run.rate + 1, run.rate)
-        k, v = (run.of_keys(x[:, times]).transpose(1, 2) for x in (self.k, self.v))
+        k, v = (x[:, times, run.key_index].transpose(1, 2) for x in (self.k, self.v))
         return k, v

@@ -234,6 +234,11 @@ class DilatedKVCache:
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Keeps what the tokens after these can select; an earlier segment is overwritten."""
         end = start + k.shape[1]
+        if end - start == 1:
+            token = torch.stack((k, v))[:, :, 0]
+            for run in self._stream.selected(start):
+                self._buffers[run][:, rows, :, start % run.window // run.rate] = token[:, :, run.key_index]
+            return
         for run in self._stream.runs:
             segment = _last_segment(run, start, end)
             first, after = (run.rows_before(max(time, segment) - segment) for time in (start, end))
@@ -241,14 +246,16 @@ class DilatedKVCache:
                 continue
             begin = segment + run.offset + first * run.rate - start
             for held, new in zip(self._buffers[run], (k, v), strict=True):
-                chosen = run.of_keys(new[:, begin :: run.rate][:, : after - first])
+                chosen = new[:, begin :: run.rate][:, : after - first, run.key_index]
                 held[rows, :, first:after] = chosen.transpose(1, 2)
 
     def _reserve(self, news: list[int], device: torch.device, dtype: torch.dtype) -> None:
         """Memory for the rows that these tokens add, doubled when it must grow."""
         if not torch.is_inference_mode_enabled():  # what was made in that mode could not be written to
-            self._buffers = {run: x.clone() if x.is_inference() else x for run, x in self._buffers.items()}
-        ends = [(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new]
+            for run, x in self._buffers.items():
+                if x.is_inference():
+                    self._buffers[run] = x.clone()
+        ends = {(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new}
         for run in self._stream.runs:
             rows = max((run.rows_before(end - _last_segment(run, old, end)) for old, end in ends), default=0)
             buffer = self._buffers.get(run)

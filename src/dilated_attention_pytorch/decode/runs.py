@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TypeVar
 
-from torch import Tensor
-
-from ..plan import Run
 from ..plan.dilated import branch_heads
 from ..spec import DilatedSpec
 
@@ -31,6 +28,13 @@ class KeyRun:
     kv_heads: tuple[int, ...]
     heads: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.branch, self.offset, self.kv_heads))
+
     @property
     def capacity(self) -> int:
         """Rows of a whole segment."""
@@ -38,19 +42,17 @@ class KeyRun:
 
     def rows_before(self, position: int) -> int:
         """How many rows the segment has before a position, counted from the segment's start."""
-        return Run(self.offset, self.rate, position).within(0, position).count
+        return max(0, -((self.offset - position) // self.rate))
 
-    def selects(self, position: int) -> bool:
-        """Whether the query at an absolute position reads this run."""
-        return position % self.window % self.rate == self.offset
+    @cached_property
+    def query_index(self) -> slice | list[int]:
+        """Indexes the run's query heads: a view where they are evenly spaced, else a copy."""
+        return as_index(self.heads)
 
-    def of_queries(self, x: Tensor) -> Tensor:
-        """The run's query heads of (b, n, h, ...)."""
-        return take_heads(x, self.heads)
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        """The run's key/value heads of (b, n, h_kv, ...)."""
-        return take_heads(x, self.kv_heads)
+    @cached_property
+    def key_index(self) -> slice | list[int]:
+        """Indexes the run's key/value heads."""
+        return as_index(self.kv_heads)
 
 
 @lru_cache(maxsize=64)
@@ -71,17 +73,11 @@ def key_runs(spec: DilatedSpec, num_heads: int, num_kv_heads: int) -> tuple[KeyR
     return tuple(runs)
 
 
-def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Heads of (b, n, h, ...): a view where they are evenly spaced, else a copy."""
-    heads_slice = as_slice(heads)
-    return x[:, :, list(heads) if heads_slice is None else heads_slice]
-
-
-def as_slice(numbers: Sequence[int]) -> slice | None:
-    """The slice of evenly spaced, rising numbers."""
+def as_index(numbers: Sequence[int]) -> slice | list[int]:
+    """The slice of evenly spaced, rising numbers, or a list of others."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if step < 1 or any(number != numbers[0] + i * step for i, number in enumerate(numbers)):
-        return None
+        return list(numbers)
     return slice(numbers[0], numbers[-1] + 1, step)
 
 

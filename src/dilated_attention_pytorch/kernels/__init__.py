@@ -27,7 +27,7 @@ def _over(name: str, op: Op, why_not: Callable[[Request], str | None]) -> Kernel
 CPU_FLASH = _over("stock", cpu_flash.CPU_FLASH, cpu_flash.why_not)
 CUDA = _over("stock", cuda.CUDA, cuda.why_not)
 NATIVE = Kernel(
-    "native", native.why_not, native.forward, native.backward, cpu_flash.CPU_FLASH, each_key_once=True
+    "native", native.why_not, native.forward, native.backward, native.NATIVE_OP, each_key_once=True
 )
 EAGER = _over("eager", EAGER_OP, _never)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.workspace import Workspace
 from ..plan.runs import Plan, Region, Shape
+from .merge import merge_
 from .rows import Rows
 
 
@@ -22,9 +23,6 @@ class Request(NamedTuple):
     masked: bool = False
     dropout: bool = False
     scale: float = 1.0
-    detaches: bool = False  # backward holds the mixing weights constant
-    is_joint: bool = True  # all branches of a query are in one job
-    streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
 
 
 class Dropout(NamedTuple):
@@ -52,6 +50,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor]]
 Backward = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor, Tensor]
 ]
+Join = Callable[[Tensor, Tensor, Tensor, How, Tensor, Tensor], None]
 
 
 class Op(NamedTuple):
@@ -63,11 +62,21 @@ class Op(NamedTuple):
 
     `backward(grad_out, grad_lse, q, k, v, out, lse, how)`: out and lse are those of the *merged* softmax,
     with +inf in place of -inf for empty rows; the result is the share (dq, dk, dv) of the joint gradient.
+
+    `join(q, k, v, how, out, lse)`: what `extend` does, where an op can do it at once.
     """
 
     forward: Forward
     backward: Backward
     widens: bool = False  # half precision reaches it as float32
+    join: Join | None = None
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Tensor) -> None:
+        """More keys for rows; `out` and `lse`, in accumulation precision, are those of the keys so far."""
+        if self.join is None:
+            merge_(out, lse, *self.forward(q, k, v, how))
+        else:
+            self.join(q, k, v, how, out, lse)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plan.runs import Plan, Region
 from .batches import Batch, Keys, batches_of
 from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
-from .merge import add_null_keys, merge_
+from .merge import add_null_keys
 from .rows import WHOLE, Numbered, Origin, Rows
 
 
@@ -115,7 +115,7 @@ def _attend(
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
             part = part.to(inputs.accumulate_dtype)
-            merge_(part, lse_part, *op.forward(q, *_pack(batch, more, dtype, inputs, keys)))
+            op.extend(q, *_pack(batch, more, dtype, inputs, keys), part, lse_part)
         if batch.phantom:
             part, lse_part = add_null_keys(part, lse_part, batch.phantom)
         if batch.opens_queries or (alone and batch.opens_branch):

@@ -165,8 +165,7 @@ class RankCall:
         direction: Pass = "forward" if merged is None else "backward"
         device, rank = tensors.q.device, self.ring.rank
         with without_autocast(device), self.workspace(device) as workspace:
-            streams = self.schedule.strategy == "ring"
-            kernel, inputs = attention_inputs(self.options, tensors, workspace, streams=streams)
+            kernel, inputs = attention_inputs(self.options, tensors, workspace)
             plan, remote = self.schedule.plan(rank, direction), []
             if self.schedule.steps(rank):
                 remote = [RingKV(self.ring, self.schedule, inputs, direction)]

@@ -13,25 +13,26 @@ enum {
 };
 enum { RUN_START, RUN_STEP, RUN_COUNT, RUN_MULTIPLICITY, RUN_COLUMNS };
 
-/* A tensor (b, n, heads, ...): strides of batch, time and head in elements. */
+/* All fields have 8 bytes: Python packs them by their number. A tensor (b, n, heads, ...): strides of batch, time and head in elements. */
 typedef struct {
   void* data;
   int64_t batch, time, head;
 } tensor;
 
 typedef struct {
-  tensor q, k, v, out, lse, mask; /* lse float; mask one byte a key, or no data */
+  tensor q, k, v, out, lse, mask; /* lse float; mask one byte a key, or no data; head is the key head in k, v, mask */
   const int64_t *jobs, *runs;
   int64_t num_jobs, d, threads, most_rows; /* the most query rows of a job */
   char* scratch;                           /* of all threads, aligned to 64 bytes, `scratch_bytes` for each */
   int64_t scratch_bytes;
-  int32_t dtype; /* 0 float32, 1 bfloat16, 2 float16: these meet each row in one job only */
-  float scale;
+  int64_t dtype, out_dtype; /* 0 float32, 1 bfloat16, 2 float16; of out float32 where rows are met more than once */
+  double scale;
 } call;
 
-/* Some rows of the queries of a job, which one thread attends at a time. */
+/* Some rows of the queries of a job, which one thread attends at a time; or one of the `parts` of their keys. */
 typedef struct {
-  int64_t job, first, rows;
+  int64_t job, first, rows, part, parts;
+  float* partial; /* of a part: (rows, d + 2), sums, largest score and total */
 } task;
 
 typedef struct {
@@ -47,11 +48,12 @@ typedef struct {
   int64_t number, first, end;
 } grad_task;
 
-/* One instruction set: bytes of scratch that a thread needs, and the work itself. */
+/* One instruction set: bytes of scratch that a thread needs for jobs of so many rows, and the work itself. */
 typedef struct {
-  size_t (*forward_scratch)(const call*);
-  size_t (*backward_scratch)(const grad_call*);
+  size_t (*forward_scratch)(int64_t d, int64_t most_rows);
+  size_t (*backward_scratch)(int64_t d, int64_t most_rows, int64_t summed); /* keys whose sums are in it */
   void (*forward)(const call*, const task*, char* scratch);
+  void (*join)(const call*, const task*); /* the parts of a job, side by side, after all were attended */
   void (*backward)(const grad_call*, const grad_task*, char* scratch);
-  int64_t rows; /* most rows of a task of the forward pass */
+  int64_t rows, few; /* most rows of a task of the forward pass, and of one whose keys can be cut into parts */
 } kernel;

@@ -134,7 +134,7 @@ static void flush_backward(void* context, block* b) {
     add_products(w->dk, w->ds, keys, p, p->q_rows, d);
   }
   for (long t = 0; t < b->num; t++) {
-    add_scaled(w->total_dk + b->time[t] * w->step, w->dk + t * width, d, w->g->a.scale);
+    add_scaled(w->total_dk + b->time[t] * w->step, w->dk + t * width, d, (float)w->g->a.scale);
     add_scaled(w->total_dv + b->time[t] * w->step, w->dv + t * width, d, 1);
   }
   empty(b);
@@ -160,9 +160,8 @@ static void open_grad_panel(grad_work* w, const int64_t* job, grad_panel* p) {
       const long i = p->first + x;
       read_row(q, a->q.data, row_of(job, i, &a->q), d, a->dtype);
       read_row(grad, w->g->grad_out.data, row_of(job, i, &w->g->grad_out), d, a->dtype);
-      read_row(w->row, a->out.data, row_of(job, i, &a->out), d, a->dtype);
-      float delta = 0;
-      for (long c = 0; c < d; c++) delta += grad[c] * w->row[c];
+      read_row(w->row, a->out.data, row_of(job, i, &a->out), d, a->out_dtype);
+      float delta = dot(grad, w->row, d);
       if (w->g->grad_lse.data) delta -= ((const float*)w->g->grad_lse.data)[row_of(job, i, &w->g->grad_lse)];
       const float lse = ((const float*)a->lse.data)[row_of(job, i, &a->lse)];
       if (lse != -INFINITY) p->lse[x] = lse * LOG2_E;
@@ -170,7 +169,7 @@ static void open_grad_panel(grad_work* w, const int64_t* job, grad_panel* p) {
       p->position[x] = position_of(job, i);
       p->is_odd |= !is_finite(q, d) || !is_finite(grad, d) || isnan(lse) || !isfinite(delta);
     }
-    pack_transposed(p->q + x0, lanes, queries, d, a->scale * LOG2_E);
+    pack_transposed(p->q + x0, lanes, queries, d, (float)a->scale * LOG2_E);
     pack_transposed(p->grad + x0, lanes, grads, d, 1);
   }
 }
@@ -178,7 +177,7 @@ static void open_grad_panel(grad_work* w, const int64_t* job, grad_panel* p) {
 static void close_grad_panel(grad_work* w, const int64_t* job, const grad_panel* p) {
   const long d = w->g->a.d, width = width_of(d), lanes = p->vectors * VL;
   float factors[VL];
-  for (int x = 0; x < VL; x++) factors[x] = w->g->a.scale;
+  for (int x = 0; x < VL; x++) factors[x] = (float)w->g->a.scale;
   for (long x0 = 0; x0 < p->rows; x0 += VL) {
     float* rows[VL]; /* the queries are not needed any more */
     for (long x = 0; x < VL; x++) rows[x] = p->q_rows + (x0 + x) * width;
@@ -265,10 +264,9 @@ static void backward(const grad_call* g, const grad_task* t, char* memory) {
     }
 }
 
-static size_t backward_scratch(const grad_call* g) {
-  const long rows = g->a.most_rows < GRAD_ROWS ? g->a.most_rows : GRAD_ROWS;
-  const long d = g->a.d, width = width_of(d), lanes = round_up(rows, VL) + VL, slack = 16 * (9 + 8 * (GRAD_ROWS / VL + 2));
-  long floats = BLOCK * (4 * width + 2 * LANES) + d + lanes * (2 * d + round_up(d, MR) + 2 * width + 3) + slack;
-  if (!g->sums && g->a.dtype) floats += 2 * g->n * d;
-  return round_up(sizeof(grad_work), 64) + 4 * floats;
+static size_t backward_scratch(int64_t d, int64_t most_rows, int64_t summed) {
+  const long rows = most_rows < GRAD_ROWS ? most_rows : GRAD_ROWS;
+  const long width = width_of(d), lanes = round_up(rows, VL) + VL, slack = 16 * (9 + 8 * (GRAD_ROWS / VL + 2));
+  const long floats = BLOCK * (4 * width + 2 * LANES) + d + lanes * (2 * d + round_up(d, MR) + 2 * width + 3) + slack;
+  return round_up(sizeof(grad_work), 64) + 4 * (floats + 2 * summed * d);
 }

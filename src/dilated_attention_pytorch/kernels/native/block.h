@@ -97,9 +97,11 @@ static long visible(const block* b, int32_t earliest, int32_t latest, int* is_cu
 }
 
 static int is_finite(const float* row, long d) {
-  float sum = 0;
-  for (long c = 0; c < d; c++) sum += row[c] * 0.0f;
-  return sum == 0;
+  vf sum = splat(0);
+  long c = 0;
+  for (; c + VL <= d; c += VL) sum += load(row + c) * splat(0);
+  for (; c < d; c++) sum[0] += row[c] * 0.0f;
+  return !any(sum != splat(0));
 }
 
 /* Gathers the keys of a run that the queries at positions up to `latest` see; flushes each block that is full. */
@@ -117,7 +119,7 @@ static void add_run(const call* a, block* b, const int64_t* job, const int64_t* 
   if (b->num) b->is_run = 0;
   const float bias = log2f((float)run[RUN_MULTIPLICITY]);
   const long k_at = job[BATCH] * a->k.batch + job[KV] * a->k.head, v_at = job[BATCH] * a->v.batch + job[KV] * a->v.head;
-  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + job[BATCH] * a->mask.batch : NULL;
+  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + job[BATCH] * a->mask.batch + job[KV] * a->mask.head : NULL;
   for (long i = 0; i < count; i++) {
     const long time = run[RUN_START] + i * step;
     if (mask && !mask[time * a->mask.time]) continue;

@@ -2,4 +2,4 @@
 #include "backward.h"
 #include "forward.h"
 
-const kernel NAME = {forward_scratch, backward_scratch, forward, backward, ROWS};
+const kernel NAME = {forward_scratch, backward_scratch, forward, join, backward, ROWS, FEW};

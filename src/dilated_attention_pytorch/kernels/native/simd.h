@@ -45,6 +45,35 @@ INL vf larger(vf a, vf b) { /* b if one of them is NaN */
   return choose(a > b, a, b);
 #endif
 }
+INL float sum_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX2__)
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+#else
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+INL float max_of(vf x) {
+  float found = x[0];
+  for (int i = 1; i < VL; i++) found = x[i] > found ? x[i] : found;
+  return found;
+}
+/* The sum over c < d of a[c] * b[c]. */
+INL float dot(const float* a, const float* b, long d) {
+  vf even = splat(0), odd = splat(0);
+  long c = 0;
+  for (; c + 2 * VL <= d; c += 2 * VL) {
+    even += load(a + c) * load(b + c);
+    odd += load(a + c + VL) * load(b + c + VL);
+  }
+  if (c + VL <= d) even += load(a + c) * load(b + c), c += VL;
+  float sum = sum_of(even + odd);
+  for (; c < d; c++) sum += a[c] * b[c];
+  return sum;
+}
 INL int any(vi mask) {
   int found = 0;
   for (int x = 0; x < VL; x++) found |= mask[x];
