@@ -11,9 +11,13 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import Dropout, How, Op, eager
 from dilated_attention_pytorch.kernels.cpu_flash import CPU_FLASH
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
+from dilated_attention_pytorch.kernels.native import NATIVE_OP
+from support.executions import FUSED
 from support.tolerances import assert_close
 
-BOTH = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eager"])
+OPS = {"native": NATIVE_OP, "stock": CPU_FLASH, "eager": EAGER_OP}
+NAMES = [*FUSED, "eager"]
+EACH = pytest.mark.parametrize("op", [OPS[name] for name in NAMES], ids=NAMES)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -32,12 +36,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return out, torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 600])
-def test_forward_and_backward(op: Op, rows: int, causal: bool, masked: bool) -> None:
-    keys = rows if causal else rows + 3
+@pytest.mark.parametrize(("rows", "more"), [(1, 3), (1, 4000), (3, 2100), (7, 3), (600, 3)])
+def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked: bool) -> None:
+    keys, dtype = rows if causal else rows + more, torch.float32 if op is NATIVE_OP else torch.float64
     q = torch.randn(2, 4, rows, 5, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, keys, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.rand(2, 2, keys) > 0.5 if masked else None
@@ -45,22 +49,28 @@ def test_forward_and_backward(op: Op, rows: int, causal: bool, masked: bool) -> 
         mask[0, 0] = False  # a head without any visible key
     how = How(causal, 0.4, mask)
     expected, expected_lse = dense(q, k, v, how)
-    with torch.no_grad():
-        out, lse = op.forward(q, k, v, how)
-    assert_close(out, expected, torch.float64, "out")
-    assert_close(lse, expected_lse, torch.float64, "lse")
+    narrow = [x.detach().to(dtype) for x in (q, k, v)]
+    out, lse = op.forward(*narrow, how)
+    assert_close(out, expected, dtype, "out")
+    assert_close(lse, expected_lse, dtype, "lse")
+    if not causal:
+        joint = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+        for part in (slice(0, keys // 2), slice(keys // 2, keys)):
+            some = how._replace(mask=None if mask is None else mask[..., part])
+            op.extend(narrow[0], narrow[1][:, :, part], narrow[2][:, :, part], some, *joint)
+        assert_close(joint[0], expected, dtype, "out, extended")
+        assert_close(joint[1], expected_lse, dtype, "lse, extended")
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     loss = (expected * grad_out).sum() + torch.where(
         expected_lse.isfinite(), expected_lse * grad_lse, 0.0
     ).sum()
     grads = torch.autograd.grad(loss, (q, k, v))
-    with torch.no_grad():
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
-        for got, want in zip(op.backward(grad_out, grad_lse, q, k, v, out, lse, how), grads, strict=True):
-            assert_close(got, want, torch.float64, "gradient")
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    for got, want in zip(op.backward(grad_out, grad_lse, *narrow, out, lse, how), grads, strict=True):
+        assert_close(got, want, dtype, "gradient")
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [5, 64, 1100])
 def test_nonfinite_queries_and_keys_are_not_swallowed(op: Op, dtype: torch.dtype, rows: int) -> None:
@@ -76,7 +86,7 @@ def test_nonfinite_queries_and_keys_are_not_swallowed(op: Op, dtype: torch.dtype
         assert lse.isnan().all()
 
 
-@BOTH
+@EACH
 def test_later_nonfinite_values_do_not_reach_earlier_rows(op: Op) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     clean, _ = op.forward(q, k, v, How(True, 0.3))
@@ -91,7 +101,7 @@ def test_later_nonfinite_values_do_not_reach_earlier_rows(op: Op) -> None:
         assert out[0, 0, 25:].isinf().all() == math.isinf(bad)
 
 
-@BOTH
+@EACH
 def test_scores_that_overflow_leave_an_empty_row(op: Op) -> None:
     q, k = torch.full((1, 1, 3, 4), -1e25), torch.full((1, 1, 3, 4), 1e25)
     out, lse = op.forward(q, k, torch.ones(1, 1, 3, 4), How(False, 1.0))
@@ -99,7 +109,7 @@ def test_scores_that_overflow_leave_an_empty_row(op: Op) -> None:
     assert (lse == -math.inf).all()
 
 
-@BOTH
+@EACH
 def test_an_lse_of_zero_by_right(op: Op) -> None:
     q, k = torch.zeros(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
     for v in (torch.randn(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)):
