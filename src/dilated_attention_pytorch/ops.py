@@ -266,7 +266,8 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     is_joint = work.is_joint(tensors) and not (options.detaches and merged is not None)
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
-        sized = options._replace(workspace_bytes=workspace_bytes)
+        resized = workspace_bytes != options.workspace_bytes
+        sized = options._replace(workspace_bytes=workspace_bytes) if resized else options
         kernel, inputs = attention_inputs(sized, tensors, workspace)
         once = kernel.each_key_once and is_joint
         if merged is None:

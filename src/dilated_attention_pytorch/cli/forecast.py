@@ -89,7 +89,8 @@ class Call:
 
     def plan(self, direction: Pass) -> Plan:
         """The plan that the call itself would follow."""
-        if self.is_native and once_pays(self.spec, self.shape):
+        detaches = self.spec.detach_mixing and direction == "backward"
+        if self.is_native and once_pays(self.spec, self.shape) and not detaches:
             return plan_once(self.spec, self.shape)
         options: dict[str, Any] = {"itemsize": self.dtype.itemsize, "workspace_bytes": self.workspace_bytes}
         return plan_dilated(self.spec, self.shape, direction=direction, **options)
@@ -124,7 +125,7 @@ def predict_memory(call: Call) -> Memory:
 def workspace_peak(call: Call, direction: Pass) -> int:
     """Scratch of the kernel: packed rows and results of its largest batches, sums of a region."""
     plan = call.plan(direction)
-    if call.is_native:
+    if call.is_native and not plan.detaches and (call.dtype.itemsize == 4 or plan.is_one_stage):
         return _native_peak(call, plan, direction)
     batches = [batch for _, each in batches_of(plan, call.dtype.itemsize) for batch in each]
     if not batches:
@@ -148,15 +149,15 @@ def workspace_peak(call: Call, direction: Pass) -> int:
 
 def _native_peak(call: Call, plan: Plan, direction: Pass) -> int:
     """Scratch of the native kernel's threads, and float32 sums: of half precision, of split key heads."""
-    b, n, _, h_kv, d = call.shape
-    threads, owned = torch.get_num_threads(), b * h_kv
-    scratch, sums = threads * NATIVE_SCRATCH, 2 * n * d * 4  # of dk and dv of a batch and key head
+    threads = torch.get_num_threads()
+    scratch = threads * NATIVE_SCRATCH
     if direction == "forward":
         return scratch
-    parts = native.num_parts(call.shape, owned) if plan.is_one_stage else 1
-    if parts > 1:
-        return scratch + parts * owned * sums
-    return scratch + (min(threads, owned) * sums if call.dtype.itemsize < 4 else 0)
+    tasks = native.tasks_of(plan, call.shape.n)
+    num, sums = len(tasks.table), 2 * tasks.longest * call.shape.d * 4  # of dk and dv of a task
+    if tasks.parts > 1:
+        return scratch + num * sums
+    return scratch + (min(threads, num) * sums if call.dtype.itemsize < 4 else 0)
 
 
 def relative_time(call: Call) -> float | None:

@@ -39,7 +39,9 @@ class Workspace:
             else:
                 buffer = self._make_scratch(slot, (numel,), dtype)
             self.buffers[slot, dtype] = buffer
-        return buffer[:numel].view(shape)
+        if buffer.numel() != numel:
+            buffer = buffer[:numel]
+        return buffer if len(shape) == 1 else buffer.view(shape)
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory that belongs to the caller."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,8 +78,7 @@ class Op(NamedTuple):
             self.join(q, k, v, how, out, lse)
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of a call: q (b, n, h, d), k and v (b, n, h_kv, d), key_mask (b, n), and its settings."""
 
     q: Tensor
@@ -101,8 +99,7 @@ class Inputs:
         return torch.promote_types(self.q.dtype, torch.float32)
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(NamedTuple):
     """What the forward left, and the gradients of it."""
 
     out: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.workspace import Workspace
-from ...plan.runs import COLUMN, Job, Plan, Shape
+from ...plan.runs import COLUMN, Job, Plan, Shape, numbered
 from .. import stock
 from ..contract import How, Inputs, Merged, Op, RemoteKV, Request
 
@@ -86,11 +87,14 @@ def forward(plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> tuple
 
 
 def _attend(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-    q, k, v = (_dense(x) for x in (inputs.q, inputs.k, inputs.v))
-    places, dtypes = _places(inputs, (q, k, v, out, lse)), (DTYPES[q.dtype], DTYPES[out.dtype])
-    memory = _lend(inputs.workspace, _forward_scratch(plan.shape.d, _most_rows(plan)))
-    for jobs in _stages(plan):
-        _check(_library().dap_forward(_call(plan, jobs, places, dtypes, inputs.scale, memory)))
+    q, k, v = _dense(inputs.q), _dense(inputs.k), _dense(inputs.v)
+    places, dtypes = _places(inputs, q, k, v, out, lse), (DTYPES[q.dtype], DTYPES[out.dtype])
+    tables = _tables(plan)
+    memory = _lend(inputs.workspace, _forward_scratch(q.shape[-1], tables.most_rows))
+    for stage in tables.stages:
+        _check(
+            _library().dap_forward(_call(tables, stage, q.shape[-1], places, dtypes, inputs.scale, memory))
+        )
 
 
 @lru_cache(maxsize=256)
@@ -99,14 +103,22 @@ def _forward_scratch(d: int, most_rows: int) -> int:
     return size
 
 
-def _stages(plan: Plan) -> list[Tensor]:
-    """The jobs of each stage, which go on with the rows of earlier ones."""
-    found: list[Tensor] | None = plan.by_kernel.get("stages")
+class _Tables(NamedTuple):
+    """The jobs of each stage, which go on with the rows of earlier ones, and what a call says about them."""
+
+    stages: list[Tensor]
+    runs: Tensor
+    most_rows: int  # of a job
+
+
+def _tables(plan: Plan) -> _Tables:
+    found: _Tables | None = plan.by_kernel.get("native")
     if found is None:
-        stage = plan.column("stage")
+        stage, rows = plan.column("stage"), plan.column("heads") * plan.column("count")
         numbers = [] if plan.is_one_stage else sorted(set(stage.tolist()))
-        found = [plan.jobs[stage == number] for number in numbers] or [plan.jobs]
-        plan.by_kernel["stages"] = found
+        stages = [plan.jobs[stage == number] for number in numbers] or [plan.jobs]
+        found = _Tables(stages, plan.runs, int(rows.max()) if len(rows) else 0)
+        plan.by_kernel["native"] = found
     return found
 
 
@@ -118,65 +130,93 @@ def backward(
         return stock.backward(NATIVE_OP, plan, inputs, merged, remote)
     tensors = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
-    tasks = _tasks(plan)
+    tasks = tasks_of(plan, inputs.k.shape[1])
     if not plan.covers_queries:
         dq.zero_()
     if tasks.num_owned < plan.shape.b * plan.shape.h_kv:
         dk.zero_()
         dv.zero_()
-    n, d = inputs.k.shape[1], plan.shape.d
-    num, sums = len(tasks.bounds) - 1, None
+    (num, _), d, sums = tasks.table.shape, plan.shape.d, None
     if tasks.parts > 1:
-        sums = inputs.workspace.take("native_sums", (num, 2, n, d), torch.float32, dq.device)
+        sums = inputs.workspace.take("native_sums", (num, 2, tasks.longest, d), torch.float32, dq.device)
     q, k, v, out, grad_out = (_dense(x) for x in (*tensors, merged.out, merged.grad_out))
     grad_lse = None if merged.grad_lse is None else merged.grad_lse.to(torch.float32)
-    summed = n if sums is None and q.dtype != torch.float32 else 0
-    memory = _lend(inputs.workspace, _library().dap_backward_scratch(d, _most_rows(plan), summed), num)
-    places, dtypes = _places(inputs, (q, k, v, out, merged.lse)), (DTYPES[q.dtype], DTYPES[out.dtype])
-    call = _call(plan, plan.jobs, places, dtypes, inputs.scale, memory) + _GRAD_CALL.pack(
+    summed = tasks.longest if sums is None and q.dtype != torch.float32 else 0
+    tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
+    memory = _lend(inputs.workspace, _library().dap_backward_scratch(d, tables.most_rows, summed), num)
+    places = _places(inputs, q, k, v, out, merged.lse)
+    call = _call(tables, plan.jobs, d, places, dtypes, inputs.scale, memory) + _GRAD_CALL.pack(
         *_place(grad_out),
         *(_NOTHING if grad_lse is None else _place_packed(grad_lse)),
         *(number for x in (dq, dk, dv) for number in _place(x)),
-        *(n, tasks.order.data_ptr(), 0 if sums is None else sums.data_ptr()),
+        *(tasks.longest, tasks.order.data_ptr(), 0 if sums is None else sums.data_ptr()),
     )
-    _check(_library().dap_backward(call, tasks.bounds.data_ptr(), num))
+    _check(_library().dap_backward(call, tasks.table.data_ptr(), num))
     if sums is not None:
-        for task in range(0, num, tasks.parts):
-            batch, kv = plan.jobs[tasks.order[tasks.bounds[task]]][[COLUMN["batch"], COLUMN["kv"]]].tolist()
+        for task, first, _, start, end in tasks.table[:: tasks.parts].tolist():
+            batch, kv = plan.jobs[tasks.order[first]][[COLUMN["batch"], COLUMN["kv"]]].tolist()
             for part in range(1, tasks.parts):
                 sums[task].add_(sums[task + part])
-            dk[batch, :, kv], dv[batch, :, kv] = sums[task].unbind(0)
+            dk[batch, start:end, kv], dv[batch, start:end, kv] = sums[task, :, : end - start].unbind(0)
     return dq, dk, dv
 
 
-class _Tasks(NamedTuple):
-    """Jobs in an order in which those of a task, of one batch and key head, are next to each other."""
+class Tasks(NamedTuple):
+    """What threads of the backward pass take one at a time: jobs whose keys no other task has.
 
-    order: Tensor
-    bounds: Tensor
-    parts: int  # tasks of each batch and key head
+    Where these are few, `parts` tasks share the keys, each with sums of its own.
+    """
+
+    order: Tensor  # the jobs, those of a task next to each other
+    table: Tensor  # (tasks, 5): grad_task of attend.h
+    parts: int
     num_owned: int  # batches and key heads that have a job
+    longest: int  # the most keys of a task
 
 
-def _tasks(plan: Plan) -> _Tasks:
-    """A task for each batch and key head; several where these are few, the same for any number of threads."""
-    found: _Tasks | None = plan.by_kernel.get("tasks")
-    if found is None:
-        owner = plan.column("batch") * plan.shape.h_kv + plan.column("kv")
-        order = torch.argsort(owner, stable=True)
-        _, counts = torch.unique_consecutive(owner[order], return_counts=True)
-        parts = num_parts(plan.shape, len(counts)) if plan.is_one_stage else 1
-        ends = counts.cumsum(0)
-        cuts = (ends - counts)[:, None] + counts[:, None] * torch.arange(parts) // parts
-        bounds = torch.cat([cuts.flatten(), ends[-1:]]) if len(counts) else torch.zeros(1, dtype=torch.int64)
-        found = plan.by_kernel["tasks"] = _Tasks(order, bounds, parts, len(counts))
+def tasks_of(plan: Plan, num_keys: int) -> Tasks:
+    """Jobs of a batch and key head whose ranges of keys overlap are a task, for any number of threads."""
+    found: Tasks | None = plan.by_kernel.get("tasks")
+    if found is not None:
+        return found
+    owner, above = plan.column("batch") * plan.shape.h_kv + plan.column("kv"), num_keys + 1
+    low, high = torch.zeros_like(owner), torch.full_like(owner, num_keys)
+    if plan.is_one_stage:  # else a query is met again, maybe with other keys
+        low, high = _key_ranges(plan)
+    order = torch.argsort(owner * above + low, stable=True)
+    owner, low, high = owner[order], low[order], high[order]
+    reach = (owner * above + high).cummax(0).values  # the end of the keys so far
+    begins = torch.ones(len(plan), dtype=torch.bool)
+    begins[1:] = owner[1:] * above + low[1:] >= reach[:-1]
+    first = begins.nonzero().squeeze(1)
+    owner, opens = owner[first], torch.ones(len(first), dtype=torch.bool)
+    opens[1:] = owner[1:] != owner[:-1]
+    start = low[first].masked_fill_(opens, 0)  # all keys are some task's: those of none get zeros
+    end = start.roll(-1).masked_fill_(opens.roll(-1), num_keys)
+    longest = int((end - start).max()) if len(first) else 0
+    fit = MOST_SUMS // max(1, 8 * longest * plan.shape.d * len(first))
+    parts = max(1, min(fit, -(-MANY_TASKS // max(1, len(first))))) if plan.is_one_stage else 1
+    last = torch.cat([first[1:], first.new_tensor([len(plan)])])[: len(first)]
+    cuts = first[:, None] + (last - first)[:, None] * torch.arange(parts + 1) // parts
+    columns = (
+        cuts[:, :-1].flatten(),
+        cuts[:, 1:].flatten(),
+        *(x.repeat_interleave(parts) for x in (start, end)),
+    )
+    table = torch.stack([torch.arange(len(first) * parts), *columns], 1)
+    found = plan.by_kernel["tasks"] = Tasks(order, table, parts, int(opens.sum()), longest)
     return found
 
 
-def num_parts(shape: Shape, num_owners: int) -> int:
-    """Into how many tasks the work of a batch and key head is cut, each with sums of its own."""
-    fit = MOST_SUMS // (max(1, num_owners) * 2 * shape.n * shape.d * 4)
-    return max(1, min(fit, -(-MANY_TASKS // max(1, num_owners))))
+def _key_ranges(plan: Plan) -> tuple[Tensor, Tensor]:
+    """(first, end) of the keys of each job."""
+    job, number = numbered(plan.column("num_runs"))
+    start, step, count, _ = plan.runs[plan.column("first_run")[job] + number].unbind(1)
+    first = torch.zeros(len(plan), dtype=torch.int64).scatter_reduce(
+        0, job, start, "amin", include_self=False
+    )
+    end = start + (count - 1) * step + 1
+    return first, torch.zeros_like(first).scatter_reduce(0, job, end, "amax", include_self=False)
 
 
 def _library() -> ctypes.CDLL:
@@ -210,14 +250,6 @@ def _lend(workspace: Workspace, each: int, most: int = MOST_THREADS) -> _Memory:
     return _Memory(address + -address % 64, each, memory)
 
 
-def _most_rows(plan: Plan) -> int:
-    if "most_rows" not in plan.by_kernel:
-        rows = plan.column("heads") * plan.column("count")
-        plan.by_kernel["most_rows"] = int(rows.max()) if len(rows) else 0
-    found: int = plan.by_kernel["most_rows"]
-    return found
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
@@ -238,27 +270,26 @@ def _place_packed(x: Tensor) -> Place:
 
 
 def _call(
-    plan: Plan,
+    tables: _Tables,
     jobs: Tensor,
-    places: tuple[Place, ...],
+    d: int,
+    places: Sequence[int],
     dtypes: tuple[int, int],
     scale: float,
     memory: _Memory,
 ) -> bytes:
     """The struct of a call; places of q, k, v, out, lse and mask."""
-    q, k, v, out, lse, mask = places
-    facts = len(jobs), plan.shape.d, _num_threads(), _most_rows(plan), memory.address, memory.each
-    tables = jobs.data_ptr(), plan.runs.data_ptr()
-    return _CALL.pack(*q, *k, *v, *out, *lse, *mask, *tables, *facts, *dtypes, scale)
+    facts = jobs.shape[0], d, _num_threads(), tables.most_rows, memory.address, memory.each
+    return _CALL.pack(*places, jobs.data_ptr(), tables.runs.data_ptr(), *facts, *dtypes, scale)
 
 
-def _places(inputs: Inputs, tensors: tuple[Tensor, ...]) -> tuple[Place, ...]:
+def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[int]:
     """Of q, k, v, out, lse and the mask of a call."""
-    *rows, lse = tensors
     mask = inputs.key_mask
     if mask is not None and mask.dim() == 2:
         mask = mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
-    return *map(_place, rows), _place_packed(lse), _NOTHING if mask is None else _place(mask)
+    rows = *_place(q), *_place(k), *_place(v), *_place(out), *_place_packed(lse)
+    return *rows, *(_NOTHING if mask is None else _place(mask))
 
 
 @lru_cache(maxsize=64)
@@ -275,8 +306,8 @@ def _packed_jobs(b: int, h: int, h_kv: int, n: int, is_causal: bool, opens: bool
 @lru_cache(maxsize=64)
 def _packed_plan(shape: Shape, num_keys: int, is_causal: bool, opens: bool = True) -> Plan:
     jobs = _packed_jobs(shape.b, shape.h, shape.h_kv, shape.n, is_causal, opens)
-    known = {"stages": [jobs], "most_rows": shape.h // shape.h_kv * shape.n}
     runs = torch.tensor([[0, 1, num_keys, 1]])
+    known = {"native": _Tables([jobs], runs, shape.h // shape.h_kv * shape.n)}
     return Plan(jobs, runs, shape, (), covers_queries=True, covers_keys=True, by_kernel=known)
 
 
@@ -296,11 +327,13 @@ def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Te
     """Goes straight to the library: a decoding step is many small calls."""
     (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
     plan = _packed_plan(Shape(b, n, h, h_kv, d), m, how.is_causal, False)
-    rows, dtypes = tuple(map(_dense, (q, k, v))), (DTYPES[q.dtype], DTYPES[out.dtype])
+    tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
     mask = _NOTHING if how.mask is None else _place_packed(how.mask)
-    places = *map(_place_packed, (*rows, out, lse)), mask
-    memory = _lend(Workspace(), _forward_scratch(d, _most_rows(plan)))
-    _check(_library().dap_forward(_call(plan, plan.jobs, places, dtypes, how.scale, memory)))
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    places = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
+    memory = _lend(Workspace(), _forward_scratch(d, tables.most_rows))
+    call = _call(tables, plan.jobs, d, (*places, *mask), dtypes, how.scale, memory)
+    _check(_library().dap_forward(call))
 
 
 def _backward_packed(

@@ -38,14 +38,14 @@ typedef struct {
 typedef struct {
   call a; /* out and lse are those of the forward pass */
   tensor grad_out, grad_lse, dq, dk, dv; /* grad_lse float, or no data */
-  int64_t n;
+  int64_t longest;      /* the most keys of a task */
   const int64_t* order; /* the jobs, those of a task next to each other */
-  float* sums;          /* (tasks, 2, n, d) for dk and dv of each task, or NULL: then a key head is one task's */
+  float* sums;          /* (tasks, 2, longest, d) for dk and dv of each task, or NULL: then keys are one task's */
 } grad_call;
 
-/* Jobs order[first] to order[end], all of one batch and key head. */
+/* Jobs order[first] to order[end], all of one batch and key head, whose keys lie in [from, to). */
 typedef struct {
-  int64_t number, first, end;
+  int64_t number, first, end, from, to;
 } grad_task;
 
 /* One instruction set: bytes of scratch that a thread needs for jobs of so many rows, and the work itself. */

@@ -17,8 +17,8 @@ typedef struct {
 
 typedef struct {
   const grad_call* g;
-  float *total_dk, *total_dv; /* of the task, by time */
-  long step;
+  float *total_dk, *total_dv; /* of the task, by time from `from` on */
+  long step, from;
   grad_panel panels[GRAD_ROWS / VL + 2];
   int num_panels;
   block keys;
@@ -134,8 +134,8 @@ static void flush_backward(void* context, block* b) {
     add_products(w->dk, w->ds, keys, p, p->q_rows, d);
   }
   for (long t = 0; t < b->num; t++) {
-    add_scaled(w->total_dk + b->time[t] * w->step, w->dk + t * width, d, (float)w->g->a.scale);
-    add_scaled(w->total_dv + b->time[t] * w->step, w->dv + t * width, d, 1);
+    add_scaled(w->total_dk + (b->time[t] - w->from) * w->step, w->dk + t * width, d, (float)w->g->a.scale);
+    add_scaled(w->total_dv + (b->time[t] - w->from) * w->step, w->dv + t * width, d, 1);
   }
   empty(b);
 }
@@ -221,7 +221,7 @@ static void differentiate_job(grad_work* w, const int64_t* job, long first, long
 }
 
 static void backward(const grad_call* g, const grad_task* t, char* memory) {
-  const long d = g->a.d, n = g->n;
+  const long d = g->a.d, n = t->to - t->from;
   grad_work* w = (grad_work*)memory;
   float* next = (float*)(memory + round_up(sizeof(grad_work), 64));
   w->g = g;
@@ -234,12 +234,14 @@ static void backward(const grad_call* g, const grad_task* t, char* memory) {
   w->row = take(&next, d);
   empty(&w->keys);
   const int64_t* job = g->a.jobs + g->order[t->first] * NUM_COLUMNS;
-  const long at_k = job[BATCH] * g->dk.batch + job[KV] * g->dk.head, at_v = job[BATCH] * g->dv.batch + job[KV] * g->dv.head;
+  const long at_k = job[BATCH] * g->dk.batch + job[KV] * g->dk.head + t->from * g->dk.time;
+  const long at_v = job[BATCH] * g->dv.batch + job[KV] * g->dv.head + t->from * g->dv.time;
   /* Sums are kept where they belong, in memory of the caller's, or here. */
   w->step = d;
+  w->from = t->from;
   if (g->sums) {
-    w->total_dk = g->sums + t->number * 2 * n * d;
-    w->total_dv = w->total_dk + n * d;
+    w->total_dk = g->sums + t->number * 2 * g->longest * d;
+    w->total_dv = w->total_dk + g->longest * d;
   } else if (g->a.dtype) {
     w->total_dk = take(&next, n * d);
     w->total_dv = take(&next, n * d);

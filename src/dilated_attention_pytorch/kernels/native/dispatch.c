@@ -151,15 +151,9 @@ int dap_forward(const call* a) {
   return 0;
 }
 
-/* `bounds` (num + 1): the jobs order[bounds[i]] to order[bounds[i + 1]] are task i. */
-int dap_backward(const grad_call* g, const int64_t* bounds, int64_t num) {
+int dap_backward(const grad_call* g, const grad_task* tasks, int64_t num) {
   const char* name;
-  const kernel* k = find_kernel(&name);
-  grad_task* tasks = malloc((num + 1) * sizeof(grad_task));
-  if (!tasks) return 1;
-  for (long i = 0; i < num; i++) tasks[i] = (grad_task){i, bounds[i], bounds[i + 1]};
-  crew c = {k, g, tasks, g->a.scratch, g->a.scratch_bytes, num, 1, 0, 0};
+  crew c = {find_kernel(&name), g, tasks, g->a.scratch, g->a.scratch_bytes, num, 1, 0, 0};
   run_crew(&c, is_small(&g->a) ? 1 : g->a.threads);
-  free(tasks);
   return 0;
 }
