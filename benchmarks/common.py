@@ -57,7 +57,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Dilated attention of a case, float32: heads, head size and branches.
+    """Dilated attention of a case: heads, head size, branches and dtype.
 
     One branch has rate 1, so that every position attends to something.
     """
@@ -67,6 +67,7 @@ class Config:
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     is_causal: bool = False
+    dtype: str = "float32"
 
     @property
     def spec(self) -> DilatedSpec:
@@ -111,7 +112,7 @@ class Call(NamedTuple):
 def make_call(config: Config, b: int, n: int, *, backward: bool = False, seed: int = 0, **how: Any) -> Call:
     rows = gate.choose_rows(config.segment_lengths[0], n, seed)
     shape = (b, n, config.h, config.d)
-    inputs, grad_out = gate.make_inputs(shape, backward=backward, rows=rows, seed=seed)
+    inputs, grad_out = gate.make_inputs(shape, config.dtype, backward=backward, rows=rows, seed=seed)
     keys = {t: config.keys(n, t) for t in rows}
     return Call(lambda *qkv: attend(config, *qkv, **how), inputs, grad_out, keys)
 
@@ -122,7 +123,7 @@ def reduced_error(config: Any, n: int, *, backward: bool) -> float:
     segment_lengths = tuple(max(r, w // factor) for w, r in config.spec.branches)
     config = dataclasses.replace(config, segment_lengths=segment_lengths)
     n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
-    inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), backward=backward)
+    inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), config.dtype, backward=backward)
 
     def reference(*qkv: Tensor) -> Any:
         branches = (config.segment_lengths, config.dilation_rates)
@@ -132,12 +133,13 @@ def reduced_error(config: Any, n: int, *, backward: bool) -> float:
 
 
 class Arena:
-    """Random float32 memory from which contiguous tensors are cut, one after the other."""
+    """Random memory from which contiguous tensors are cut, one after the other."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int, dtype: str = "float32") -> None:
         sizes = [math.prod(shape) for shape in shapes]
         numel = min(sum(sizes), max([ARENA_NUMEL, *sizes]))
-        self.memory = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        self.memory = torch.randn(numel, generator=generator, dtype=getattr(torch, dtype))
         self.position = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
@@ -151,7 +153,7 @@ class Arena:
 def arena_calls(config: Config, calls: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
     """q, k, v and the gradient of out of every call (b, n)."""
     shapes = [(b, n, config.h, config.d) for b, n in calls]
-    arenas = [Arena(shapes, seed) for seed in range(4)]
+    arenas = [Arena(shapes, seed, config.dtype) for seed in range(4)]
     return [[arena.take(shape) for arena in arenas] for shape in shapes]
 
 
@@ -215,7 +217,9 @@ def show_branches(config: dict[str, Any]) -> str:
 
 def show_config(config: dict[str, Any]) -> str:
     causal = ", causal" if config["is_causal"] else ""
-    return f"h = {config['h']}, d = {config['d']}, {show_branches(config)}{causal}"
+    dtype = config.get("dtype", "float32")  # which older records leave out
+    precision = "" if dtype == "float32" else f", {dtype}"
+    return f"h = {config['h']}, d = {config['d']}, {show_branches(config)}{causal}{precision}"
 
 
 def replace_between_markers(text: str, table: str, name: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from common import Config, Say, main, run_case, show_branches
 from torch import Tensor, nn
 
-from dilated_attention_pytorch import DilatedKVCache, LongNetLM, LongNetViT
+from dilated_attention_pytorch import DilatedKVCache, Execution, LongNetLM, LongNetViT
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
@@ -147,11 +147,14 @@ def measure_decoding(case: DecodeCase) -> Measured:
     return Measured(error, nbytes, seconds)
 
 
-def filled_cache(config: Config, n: int) -> DilatedKVCache:
-    cache = DilatedKVCache(*config.branches, batch_size=1, num_kv_heads=config.h, head_dim=config.d)
-    for chunk in range(-(-n // _CHUNK)):
-        count = min(_CHUNK, n - chunk * _CHUNK)
-        cache.attend(*(x[:, :count] for x in tokens(config, chunk)))
+def filled_cache(config: Config, n: int, first: int = 0, kernel: str = "auto") -> DilatedKVCache:
+    """A cache of a stream of n tokens, or of those from `first` on, where segments of all branches begin."""
+    sizes = {"batch_size": 1, "num_kv_heads": config.h, "head_dim": config.d}
+    cache = DilatedKVCache(*config.branches, **sizes, execution=Execution(kernel))
+    cache.load_state_dict({**cache.state_dict(), "lengths": [first]})
+    for chunk in range(first // _CHUNK, -(-n // _CHUNK)):
+        begin, end = max(0, first - chunk * _CHUNK), min(_CHUNK, n - chunk * _CHUNK)
+        cache.attend(*(x[:, begin:end] for x in tokens(config, chunk)))
     return cache
 
 

@@ -1,4 +1,4 @@
-"""Many short packed documents against one document of the same length and number of scored pairs.
+"""Many short packed documents against one document of the same length and number of pairs of the definition.
 
     python benchmarks/packed_documents.py [--documents 1300] [--length 20000] [--rounds 7]
 

@@ -31,7 +31,7 @@ from torch.nn import functional as torch_functional
 from dilated_attention_pytorch import block_sparse, modules
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError, accept
-from dilated_attention_pytorch.cli.bench.measure import Measured, interleave, measure_in_child
+from dilated_attention_pytorch.cli.bench.measure import Measured, Timing, interleave, measure_in_child
 from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
 from dilated_attention_pytorch.plan import BlockPattern
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
@@ -89,7 +89,8 @@ class Entry:
 class SparseTimeCase:
     """Dense attention over the time of block-sparse attention, for several patterns in one interleaved run.
 
-    Dense attention, the longest by far, takes part in `dense_repeats` of the rounds.
+    Dense attention, the longest by far, takes part in `dense_repeats` of the rounds. With `dense_n`
+    it attends to that many positions, and its time is scaled by the square of the lengths.
     """
 
     name: str
@@ -100,6 +101,7 @@ class SparseTimeCase:
     backward: bool = False
     repeats: int = 5
     dense_repeats: int = 2
+    dense_n: int | None = None
     kind: ClassVar[str] = "sparse time"
 
     def run(self, say: Say) -> Measured:
@@ -119,6 +121,8 @@ class SparseTimeCase:
         say(f"{self.name}: right within {error:.0e}, timing {self.repeats} rounds")
         # The gate has just made each sparse call at full length: nothing is left to warm up.
         timings = interleave(time_candidates(self, patterns), self.repeats, warmup=0, at_most=rounds)
+        factor = (self.n / (self.dense_n or self.n)) ** 2
+        timings["dense"] = Timing(factor * seconds for seconds in timings["dense"])
         flops = {f"flops {name}": number for name, number in count_flops(self, patterns).items()}
         return Measured(error, flops, timings)
 
@@ -277,8 +281,8 @@ def time_candidates(
     config = case.config
     shape = (1, case.n, config.h, config.d)
     inputs, grad_out = gate.make_inputs(shape, config.dtype, backward=True)
-    by_head = [x.transpose(1, 2).contiguous() for x in (*inputs, grad_out)]
-    q, k, v, dout = (x[:, :, : case.bare_n].contiguous() for x in by_head)
+    by_head = [x[:, : case.dense_n].transpose(1, 2).contiguous() for x in (*inputs, grad_out)]
+    q, k, v, dout = (x[:, : case.bare_n].transpose(1, 2).contiguous() for x in (*inputs, grad_out))
     out, lse = FORWARD_OP(q, k, v)
 
     def bare() -> None:
@@ -412,6 +416,8 @@ def describe(case: dict[str, Any]) -> str:
     if patterns:
         words.append(f"the bare kernel with n = {case['bare_n']}")
         words.append(f"dense attention in {case['dense_repeats']} of the rounds")
+        if dense_n := case.get("dense_n"):  # which older records leave out
+            words.append(f"with n = {dense_n} and its time multiplied by {(case['n'] / dense_n) ** 2:g}")
     return ", ".join(words)
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention_pytorch import DilatedAttention, DilatedSpec, Execution, dilated_attention
 from dilated_attention_pytorch.ops import attention_op, write_execution, write_spec
 from dilated_attention_pytorch.reference import multiplicity
+from support.executions import FUSED
 from support.op_checks import check_autocast, check_checkpointing
 from support.tolerances import assert_close, assert_same_gradients
 
@@ -159,6 +160,40 @@ def test_flop_counter_knows_documents() -> None:
         attention(q, k, v, cu_seqlens=documents)
     pairs = int(multiplicity(37, 6, SEGMENTS, RATES, cu_seqlens=documents).sum())
     assert counter.get_total_flops() == 2 * 2 * 8 * pairs
+
+
+NESTED: tuple[Any, ...] = ((64, 128, 256), (1, 2, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"cu_seqlens": torch.tensor([0, 99, 301])}])
+@pytest.mark.parametrize("kernel", [*FUSED, "eager"])
+def test_flop_counter_counts_the_pairs_that_the_kernel_scores(kernel: str, options: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(1, 301, h, 8, requires_grad=True) for h in (4, 2, 2))
+    counts = multiplicity(301, 4, *NESTED, **options)
+    pairs = int((counts > 0 if kernel == "native" else counts).sum())
+    with FlopCounterMode(display=False) as counter:
+        out = dilated_attention(q, k, v, *NESTED, **options, execution=Execution(kernel))
+        assert counter.get_total_flops() == 2 * 2 * 8 * pairs
+        out.sum().backward()
+    assert counter.get_total_flops() == (2 + 5) * 2 * 8 * pairs
+
+
+def test_flops_of_detached_mixing_are_by_branch_in_backward() -> None:
+    tensors = [torch.randn(1, 301, 4, 8, requires_grad=True) for _ in range(3)]
+    counts = multiplicity(301, 4, *NESTED)
+    scored, defined = int((counts > 0 if "native" in FUSED else counts).sum()), int(counts.sum())
+    with FlopCounterMode(display=False) as counter:
+        out = dilated_attention(*tensors, *NESTED, detach_mixing=True)
+        assert counter.get_total_flops() == 2 * 2 * 8 * scored
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * 8 * (2 * scored + 7 * defined)
+
+
+def test_flops_of_meta_tensors_are_those_of_the_definition() -> None:
+    tensors = [torch.empty(1, 301, 4, 8, device="meta") for _ in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        dilated_attention(*tensors, *NESTED)
+    assert counter.get_total_flops() == 2 * 2 * 8 * int(multiplicity(301, 4, *NESTED).sum())
 
 
 def test_meta_tensors_have_shapes_only() -> None:

@@ -102,10 +102,15 @@ class Tensors(NamedTuple):
 def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
     """The kernel that runs a call, and what it takes besides a plan."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    request = Request(q.device, q.dtype, key_mask is not None, options.dropout_p > 0, options.scale)
-    kernel = choose_kernel(request, options.kernel)
+    kernel = _kernel_of(options, tensors)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
+
+
+def _kernel_of(options: RunOptions, tensors: Tensors) -> Kernel:
+    q, has_mask = tensors.q, tensors.key_mask is not None
+    request = Request(q.device, q.dtype, has_mask, options.dropout_p > 0, options.scale)
+    return choose_kernel(request, options.kernel)
 
 
 class Dilated(NamedTuple):
@@ -262,8 +267,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     tensors, work, options = _read_call(args)
-    # Backward of detach_mixing needs the outputs of single branches.
-    is_joint = work.is_joint(tensors) and not (options.detaches and merged is not None)
+    is_joint = _is_joint(work, options, tensors, "forward" if merged is None else "backward")
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         resized = workspace_bytes != options.workspace_bytes
@@ -277,6 +281,11 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     device = tensors.q.device
     with without_autocast(device):
         return run_with_memory(options.memory, options.workspace_bytes, device, attend)
+
+
+def _is_joint(work: Dilated | BlockSparse, options: RunOptions, tensors: Tensors, direction: Pass) -> bool:
+    """Whether all branches of a query can be one job: not if backward needs the outputs of each."""
+    return work.is_joint(tensors) and not (options.detaches and direction == "backward")
 
 
 def _read_call(args: tuple[Any, ...]) -> tuple[Tensors, Dilated | BlockSparse, RunOptions]:
@@ -332,10 +341,17 @@ torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fa
 
 
 def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
-    """Of the matrix products, 2 forward and 5 backward; with `detach_mixing` backward attends again."""
+    """Of the matrix products, 2 forward and 5 backward; with `detach_mixing` backward attends again.
+
+    Counted are the pairs that the kernel scores; meta tensors, which no kernel runs, count those of
+    the definition.
+    """
     tensors, work, options = _read_call(args)
     matmuls = 2 if direction == "forward" else 7 if work.spec.detach_mixing else 5
-    return 2 * matmuls * work.plan(options, tensors, direction).num_pairs * tensors.q.shape[-1]
+    runs = tensors.q.device.type != "meta"
+    once = runs and _is_joint(work, options, tensors, direction)
+    once = once and _kernel_of(options, tensors).each_key_once
+    return 2 * matmuls * work.plan(options, tensors, direction, once).num_pairs * tensors.q.shape[-1]
 
 
 register_flop_formula(_OPS.attention, get_raw=True)(lambda *args, **_: _flops("forward", args))

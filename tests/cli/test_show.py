@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_definition(
     options: dict[str, Any] = {"is_causal": causal, "head_mixing": mixing, "head_offsets": offsets}
     counts = multiplicity(n, heads, segments, rates, **options)
     allowed = torch.arange(1, n + 1) if causal else torch.full((n,), n)
-    assert found["scored_pairs"] == int(counts.sum())
+    assert found["defined_pairs"] == int(counts.sum())
     assert found["multiplicity"] == {
         str(times): int((counts == times).sum()) for times in (1, 2, 3) if (counts == times).any()
     }
@@ -108,7 +108,7 @@ def test_block_patterns_are_the_library_s(name: Any, capsys: pytest.CaptureFixtu
     pattern = build_block_pattern(SparsePatternConfig(name, 0.3, 8), 90, 2, is_causal=True, **branches)
     assert found["density"] == pytest.approx(pattern.density)
     pairs = pattern.to_dense().tril().sum().item() * (2 if len(pattern) == 1 else 1)
-    assert found["scored_pairs"] == pairs
+    assert found["defined_pairs"] == pairs
     assert found["multiplicity"] == {"1": pairs}
 
 

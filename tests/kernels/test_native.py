@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedSpec, Execution, dilated_attention
 from dilated_attention_pytorch.kernels import How, Request, choose_kernel, native
 from dilated_attention_pytorch.kernels.native import build
-from dilated_attention_pytorch.plan import Plan, Shape, once, plan_dilated, plan_once
+from dilated_attention_pytorch.plan import Shape, once, plan_dilated, plan_once
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
 from support.executions import FUSED
@@ -47,21 +47,31 @@ def test_each_key_is_there_once_with_its_multiplicity(config: Configuration) -> 
     bounds = None if config.docs is None else torch.tensor(config.docs)
     expected = multiplicity(config.n, config.h, *branches, cu_seqlens=bounds, **options)
     assert torch.equal(count_pairs(plan, cuts=True), expected.expand(config.b, -1, -1, -1))
+    assert plan.num_defined_pairs == config.b * int(expected.sum())
+    assert plan.num_pairs == int(count_pairs(plan, cuts=True, scored=True).sum())
     assert plan.is_one_stage
     rows = plan.column("heads") * plan.column("count")
     served = int((expected.sum(-1) > 0).sum()) * config.b
     assert int(rows.sum()) == served or config.tail == "phantom"  # no query is in two jobs
 
 
-def test_nested_branches_score_a_key_once() -> None:
-    shape = Shape(1, 8192, 4, 4, 64)
-    spec = DilatedSpec((2048, 4096, 8192), (1, 2, 4))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("docs", [None, (0, 100, 301)])
+def test_nested_branches_score_a_key_once(docs: tuple[int, ...] | None, causal: bool) -> None:
+    spec = DilatedSpec((32, 64, 192), (1, 2, 4), causal)
+    bounds = None if docs is None else torch.tensor(docs)
+    counts = multiplicity(301, 4, *zip(*spec.branches, strict=True), is_causal=causal, cu_seqlens=bounds)
+    shape = Shape(2, 301, 4, 2, 64)
+    plan, by_branch = plan_once(spec, shape, docs), plan_dilated(spec, shape, itemsize=4, docs=docs)
+    pairs = 2 * int((counts > 0).sum()), 2 * int(counts.sum())
+    assert (plan.num_pairs, plan.num_defined_pairs) == pairs
+    assert (by_branch.num_pairs, by_branch.num_defined_pairs) == (pairs[1], pairs[1])
+    assert f"{pairs[0]} pairs scored, {pairs[1]} of the definition" in str(plan)
 
-    def scored(plan: Plan) -> int:
-        return int((plan.key_counts * plan.column("count") * plan.column("heads")).sum())
 
-    share = scored(plan_once(spec, shape)) / scored(plan_dilated(spec, shape, itemsize=4))
-    assert 0.75 < share < 0.85
+def test_a_fifth_of_the_pairs_is_saved_where_rates_double() -> None:
+    plan = plan_once(DilatedSpec((2048, 4096, 8192), (1, 2, 4)), Shape(1, 8192, 4, 4, 64))
+    assert 0.75 < plan.num_pairs / plan.num_defined_pairs < 0.85
 
 
 def test_plans_stay_small() -> None:

@@ -65,7 +65,7 @@ def test_jobs_connect_exactly_the_defined_pairs(config: Configuration) -> None:
         plan = make_plan(config, itemsize, direction)
         assert torch.equal(count_pairs(plan), expected)
         assert torch.equal(count_batched_pairs(plan, itemsize), expected)
-        assert plan.num_pairs == int(expected.sum())
+        assert plan.num_pairs == plan.num_defined_pairs == int(expected.sum())
 
 
 @settings(max_examples=60)

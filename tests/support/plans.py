@@ -13,10 +13,11 @@ def jobs_of(plan: Plan) -> list[Job]:
     return [Job(*row) for row in plan.jobs.tolist()]
 
 
-def count_pairs(plan: Plan, cuts: bool = False) -> Tensor:
+def count_pairs(plan: Plan, cuts: bool = False, scored: bool = False) -> Tensor:
     """(b, h, n, n): how often a query of a batch and head meets a key, by the tables of the plan.
 
-    `cuts`: causal jobs need not end with the keys at their queries' own positions.
+    `cuts`: causal jobs need not end with the keys at their queries' own positions. `scored`: how often the
+    pair is scored, whatever its multiplicity.
     """
     b, n, h, h_kv, _ = plan.shape
     counts = torch.zeros(b, h, n, n, dtype=torch.int64)
@@ -24,7 +25,7 @@ def count_pairs(plan: Plan, cuts: bool = False) -> Tensor:
         queries = torch.arange(job.count) * job.step + job.start
         runs = plan.runs[job.first_run : job.first_run + job.num_runs].tolist()
         keys = torch.cat([torch.arange(count) * step + start for start, step, count, _ in runs])
-        times = torch.cat([torch.full((count,), times) for _, _, count, times in runs])
+        times = torch.cat([torch.full((count,), 1 if scored else times) for _, _, count, times in runs])
         seen = times.expand(job.count, -1)
         if job.causal:
             assert cuts or torch.equal(keys[-job.count :], queries)

@@ -26,7 +26,7 @@ The constants were fitted on x86. `benchmarks/forecast.py` compares with what is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -170,22 +170,9 @@ def relative_time(call: Call) -> float | None:
     b, n, h, _, d = call.shape
     dense = b * h * _kernel_work(n, n, d, call.spec.is_causal)
     if call.is_native:
-        return _native_pairs(call) * (d + SOFTMAX) / NATIVE / dense
+        return call.plan("forward").num_pairs * (d + SOFTMAX) / NATIVE / dense
     own = sum(_pass_work(call, direction) for direction in call.passes)
     return own / (dense * (1 + BACKWARD if call.train else 1))
-
-
-def _native_pairs(call: Call) -> float:
-    """Pairs that the native kernel scores: those of the definition, but each key once."""
-    by_branch = plan_dilated(call.spec, call.shape, itemsize=4)
-    if not once_pays(call.spec, call.shape):
-        return by_branch.num_pairs
-    spec = replace(call.spec, is_causal=False)
-    plans = plan_once(spec, call.shape), plan_dilated(spec, call.shape, itemsize=4)
-    once, repeated = (
-        (each.column("heads") * each.column("count") * each.key_counts).sum().item() for each in plans
-    )
-    return by_branch.num_pairs * once / repeated
 
 
 def _pass_work(call: Call, direction: Pass) -> float:

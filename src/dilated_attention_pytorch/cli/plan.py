@@ -52,7 +52,7 @@ class Proposal:
 
     @cached_property
     def schedule(self) -> RingSchedule:
-        """What the ring would do, by the strategy that it would choose; also counts the pairs of one rank."""
+        """What the ring would do, by the strategy that it would choose."""
         spec, (b, n, h, h_kv, d) = self.call.spec, self.call.shape
         sizes: dict[str, Any] = {"num_heads": h, "num_kv_heads": h_kv, "head_dim": d, "batch_size": b}
         how: dict[str, Any] = {"dtype": self.call.dtype, "is_causal": spec.is_causal}
@@ -69,14 +69,22 @@ class Proposal:
         saved = (self.call.layers - 1) * -(-self.call.layer_bytes // self.ranks) if self.call.train else 0
         return Memory(held.inputs, held.outputs, held.workspace, held.communication, saved)
 
+    @cached_property
+    def pairs(self) -> dict[str, int]:
+        """Query-key pairs of a layer: those that are scored, and those of the definition."""
+        if self.ranks == 1:
+            plan = self.call.plan("forward")
+            return {"scored": plan.num_pairs, "defined": plan.num_defined_pairs}
+        return dict.fromkeys(("scored", "defined"), sum(map(self.schedule.num_pairs, range(self.ranks))))
+
     @property
     def fits(self) -> bool | None:
         return None if self.budget is None else self.memory.peak <= self.budget
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in numbers; FLOPs and received bytes are those of all layers."""
+        """The plan in numbers; pairs, FLOPs and received bytes are those of all layers."""
         call, (b, n, h, h_kv, d), spec = self.call, self.call.shape, self.call.spec
-        pairs = sum(self.schedule.num_pairs(rank) for rank in range(self.ranks))
+        pairs = self.pairs["scored"]
         dense_pairs = b * h * (n * (n + 1) // 2 if spec.is_causal else n * n)
         cheaper = f"strategy {self.schedule.strategy} is the cheaper one"
         shared = [f"kind: {self.ranks} ranks share the sequence; {cheaper}"] if self.ranks > 1 else []
@@ -96,6 +104,7 @@ class Proposal:
             "dilation_rates": list(spec.dilation_rates),
             "kind": self.kind,
             "options": dict(self.options),
+            "pairs": {x: call.layers * count for x, count in self.pairs.items()},
             "flops": {x: 2 * PRODUCTS[x] * d * pairs * call.layers for x in call.passes},
             "share_of_dense_flops": pairs / dense_pairs,
             # It can be told on one CPU; that of ranks depends on their network.
@@ -233,7 +242,12 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     options = ", ".join(f"{name}={value!r}" for name, value in facts["options"].items())
     yield from labelled("kind", f"{facts['kind']}{f' ({options})' if options else ''}")
     flops = "; ".join(f"{name} {show_count(value)}FLOP" for name, value in facts["flops"].items())
-    yield from labelled("work", f"{flops}; {facts['share_of_dense_flops']:.2%} of dense attention")
+    pairs = {name: show_count(count).strip() for name, count in facts["pairs"].items()}
+    yield from labelled(
+        "work",
+        f"{flops}; {facts['share_of_dense_flops']:.2%} of dense attention",
+        f"pairs scored {pairs['scored']}, of the definition {pairs['defined']}",
+    )
     if facts["time_over_dense"] is not None:
         yield from labelled("time", f"about {facts['time_over_dense']:.2g} of dense attention's")
     yield from labelled("peak memory", *_memory_lines(facts))

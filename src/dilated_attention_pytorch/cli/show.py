@@ -137,15 +137,15 @@ def describe(picture: Picture, layers: int) -> dict[str, Any]:
     reached = (counts > 0).any(0)
     share = (counts > 0).sum(-1).double() / allowed
     pairs = torch.bincount(counts.flatten()).tolist()
-    scored = sum(times * count for times, count in enumerate(pairs))
+    defined = sum(times * count for times, count in enumerate(pairs))
     return {
         "length": n,
         "heads": len(counts),
         "is_causal": picture.is_causal,
         **picture.facts,
         "head_classes": picture.classes,
-        "scored_pairs": scored,
-        "share_of_dense": scored / (len(counts) * allowed.sum().item()),
+        "defined_pairs": defined,
+        "share_of_dense": defined / (len(counts) * allowed.sum().item()),
         "multiplicity": {str(times): count for times, count in enumerate(pairs) if times and count},
         "coverage": _summary(reached.sum(-1) / allowed),
         "coverage_by_head": share.mean(1).tolist(),
@@ -225,8 +225,8 @@ def _cell(value: float, most: float, is_exact: bool) -> str:
 
 def text_facts(numbers: Mapping[str, Any]) -> Iterator[str]:
     """The numbers of `describe` in words."""
-    scored, dense = show_count(numbers["scored_pairs"]).strip(), numbers["share_of_dense"]
-    yield from labelled("scored pairs", f"{scored} over all heads, {dense:.1%} of dense attention")
+    defined, dense = show_count(numbers["defined_pairs"]).strip(), numbers["share_of_dense"]
+    yield from labelled("defined pairs", f"{defined} over all heads, {dense:.1%} of dense attention")
     for index, branch in enumerate(numbers.get("branches", ())):
         offsets = ["-" if each[index] is None else str(each[index]) for each in numbers["offsets"]]
         shown = " ".join(offsets[:32]) + (" ..." if len(offsets) > 32 else "")

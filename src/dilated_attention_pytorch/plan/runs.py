@@ -121,12 +121,34 @@ class Plan:
         first = self.column("first_run")
         return ends[first + self.column("num_runs")] - ends[first]
 
-    @cached_property
+    @property
     def num_pairs(self) -> int:
         """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
-        queries = self.column("count")
-        unseen = self.column("causal") * (queries * (queries - 1) // 2)
-        return int(((queries * self.key_counts - unseen) * self.column("heads")).sum())
+        return self._pairs[0]
+
+    @property
+    def num_defined_pairs(self) -> int:
+        """Pairs of the definition: those that are scored, each as often as its key counts."""
+        return self._pairs[1]
+
+    @cached_property
+    def _pairs(self) -> tuple[int, int]:
+        jobs = dict(zip(COLUMN, self.jobs.cpu().T, strict=True))
+        owner, number = numbered(jobs["num_runs"])
+        start, step, count, times = self.runs.cpu()[jobs["first_run"][owner] + number].T
+        first, stride, queries = (jobs[name][owner] for name in ("start", "step", "count"))
+        # The i-th query of a causal job sees `seen + i * rise` keys of a run, or none, or all of them: query
+        # rows are as far apart as some number of key rows.
+        step = torch.where(count > 1, step, 1)
+        rise = torch.clamp(stride // step, min=1)
+        seen = (first - start) // step + 1
+        from_some, from_all = (torch.clamp(-(x // rise), min=0) for x in (seen, seen - count))
+        from_some, from_all = (torch.minimum(x, queries) for x in (from_some, from_all))
+        between = from_all - from_some
+        cut = seen * between + rise * (between * (from_some + from_all - 1) // 2)
+        pairs = torch.where(jobs["causal"][owner] > 0, cut + (queries - from_all) * count, queries * count)
+        pairs = pairs * jobs["heads"][owner]
+        return int(pairs.sum()), int((pairs * times).sum())
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +189,8 @@ class Plan:
         return len(self.jobs)
 
     def __str__(self) -> str:
-        lines = [f"{self.shape}: {len(self)} job(s), {len(self.runs)} run(s), {self.num_pairs} pairs"]
+        pairs = f"{self.num_pairs} pairs scored, {self.num_defined_pairs} of the definition"
+        lines = [f"{self.shape}: {len(self)} job(s), {len(self.runs)} run(s), {pairs}"]
         for job in map(Job._make, self.jobs[:_SHOWN].tolist()):
             runs = self.runs[job.first_run : job.first_run + min(job.num_runs, _SHOWN)].tolist()
             keys = ", ".join(_show_run(Run(*run)) for run in runs)

@@ -23,7 +23,7 @@ class Figure:
     """One number that a case stands for; `value` is None where it could not be measured.
 
     `target` is the most that it should be, or with `at_least` the least. A missed one is a fact about a
-    machine and never an error. The unit is "x", "bytes" or "tokens".
+    machine and never an error. The unit is "x", "bytes", "tokens" or "us".
     """
 
     name: str
@@ -81,11 +81,17 @@ class Result:
 
     def milliseconds(self, name: str) -> str:
         """Minimum, then median and half the quartile distance; a single duration is all there is to say."""
+        return self._times(name, 1e3)
+
+    def microseconds(self, name: str) -> str:
+        return self._times(name, 1e6)
+
+    def _times(self, name: str, factor: float) -> str:
         timing = self.timing(name)
         if timing is None:
             return ""
         values = (timing.minimum, timing.median, timing.spread / 2)
-        minimum, median, spread = (f"{1e3 * value:.1f}" for value in values)
+        minimum, median, spread = (f"{factor * value:.1f}" for value in values)
         return minimum if len(timing) == 1 else f"{minimum} ({median} ± {spread})"
 
     def mebibytes(self, name: str) -> str:
