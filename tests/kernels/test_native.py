@@ -22,6 +22,7 @@ from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
 from support.executions import FUSED
 from support.plans import count_pairs
+from support.tolerances import assert_close
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif("native" not in FUSED, reason="there is no C compiler")
@@ -128,6 +129,43 @@ def test_instruction_sets(isa: str) -> None:
     if f" {isa}" not in Path("/proc/cpuinfo").read_text() and isa != "portable":
         pytest.skip(f"this machine has no {isa}")
     assert ran == isa
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", [*build.SETS, "aarch64"])
+def test_plain_loops_give_the_same(isa: str, tmp_path: Path) -> None:
+    """A program in C, which also runs where there is no Python: with an emulator for other processors."""
+    source, program = Path(__file__).with_name("native_check.c"), str(tmp_path / "check")
+    command = [program, "400"]
+    if isa == "aarch64":
+        compiler, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+        if not (shutil.which(compiler) and shutil.which(emulator)):
+            pytest.skip(f"this machine has no {compiler} and {emulator}")
+        parts = [build.FOLDER / "kernel.c", build.FOLDER / "dispatch.c", "-DNAME=dap_portable", "-static"]
+        command = [emulator, program, "100"]
+    else:
+        compiler, parts = "cc", [native.LIBRARY, f"-Wl,-rpath,{build.FOLDER}"]
+    flags = [*build.FLAGS, f"-I{build.FOLDER}", "-lm", "-lpthread", "-o", program]
+    subprocess.run([compiler, str(source), *map(str, parts), *flags], check=True)
+    environment = os.environ | {"DILATED_ATTENTION_ISA": isa}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert float(result.stdout.split()[1]) < 1e-5
+
+
+@needs_compiler
+def test_a_causal_tile_that_holds_only_later_keys_is_cut() -> None:
+    """With few visible keys all that a vector of queries sees may lie before the first of them."""
+    q, k, v = (torch.randn(1, 700, 2, 16, requires_grad=True) for _ in range(3))
+    mask = (torch.arange(700) % 90 == 0)[None]
+    results = []
+    for kernel in ("native", "eager"):
+        out = dilated_attention(
+            q, k, v, [700], [1], is_causal=True, key_mask=mask, execution=Execution(kernel)
+        )
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, torch.float32)
 
 
 @needs_compiler

@@ -43,7 +43,7 @@ QUERY = 22
 MOVE = 30
 BACKWARD = 2.6
 NATIVE = 1.2  # how much faster than torch's its best rate is
-NATIVE_SCRATCH = 2**19  # bytes a thread, about
+NATIVE_SCRATCH = 2**20  # bytes a thread, at most about
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -34,6 +35,8 @@ _NOTHING = (0, 0, 0, 0)
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL | str:
     """The compiled library, or why there is none."""
+    if os.environ.get("DILATED_ATTENTION_ISA") == "none":
+        return "DILATED_ATTENTION_ISA=none switches it off"
     if not LIBRARY.exists():
         return f"it is not compiled, which `python -m {__name__}.build` does where there is a C compiler"
     try:

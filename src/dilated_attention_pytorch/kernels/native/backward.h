@@ -4,7 +4,7 @@
 #pragma once
 #include "block.h"
 
-#define GRAD_ROWS 256 /* query rows for which a block of keys is gathered once */
+#define GRAD_ROWS 512 /* query rows for which a block of keys is gathered once */
 
 /* Queries side by side, transposed for the scores and by row for the gradients of keys and values. */
 typedef struct {

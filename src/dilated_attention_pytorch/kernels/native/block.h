@@ -92,6 +92,7 @@ static long visible(const block* b, int32_t earliest, int32_t latest, int* is_cu
   if (!b->is_cut) return keys;
   if (b->is_run)
     while (keys && b->position[keys - 1] > latest) keys--;
+  *is_cut = keys < b->num && keys % MR; /* tiles are whole: the last one holds keys that nobody sees */
   for (long t = 0; t < keys; t++) *is_cut |= b->position[t] > earliest;
   return keys;
 }
