@@ -43,6 +43,12 @@ docs: $(STAMP)
 test: lint types
 	@echo "tests"
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+ifndef ARGS
+	@echo "tests of attention without the native kernel"
+	@DILATED_ATTENTION_ISA=none $(BIN)/python -m pytest -n auto --dist worksteal $(PLAIN)
+endif
+
+PLAIN := $(addprefix tests/,kernels decode modules ring/test_exactness.py test_functional.py test_ops.py test_overflow.py)
 
 lint: $(STAMP)
 	@echo "lint"

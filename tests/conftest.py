@@ -49,6 +49,7 @@ def pytest_collection_finish() -> None:
 def no_native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """As if the package had been installed without a C compiler; gives where the library would be."""
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "native.so")
+    monkeypatch.delenv("DILATED_ATTENTION_ISA", raising=False)
     native.load_library.cache_clear()
     yield tmp_path / "native.so"
     native.load_library.cache_clear()

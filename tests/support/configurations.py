@@ -76,6 +76,7 @@ class Configuration:
 
     def options(self) -> dict[str, Any]:
         rng = torch.Generator().manual_seed(self.seed + 1)
+        hidden = (0.4, 0.96)[self.seed % 2]  # the share of the keys
         return {
             "is_causal": self.is_causal,
             "head_mixing": self.head_mixing,
@@ -83,7 +84,7 @@ class Configuration:
             "tail": self.tail,
             "detach_mixing": self.detach_mixing,
             "scale": self.scale,
-            "key_mask": torch.rand(self.b, self.n, generator=rng) > 0.4 if self.masked else None,
+            "key_mask": torch.rand(self.b, self.n, generator=rng) > hidden if self.masked else None,
             "cu_seqlens": None if self.docs is None else torch.tensor(self.docs, dtype=torch.int32),
         }
 

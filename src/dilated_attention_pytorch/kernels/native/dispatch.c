@@ -92,7 +92,7 @@ static int is_small(const call* a) { /* waking a thread would take longer */
     for (long r = 0; r < job[NUM_RUNS]; r++) {
       const int64_t rows = job[HEADS] * job[COUNT]; /* a key is gathered whatever the number of rows */
       pairs += (rows < 16 ? 16 : rows) * a->runs[(job[FIRST_RUN] + r) * RUN_COLUMNS + RUN_COUNT];
-      if (pairs > (pool ? 1 << 13 : 1 << 16)) return 0;
+      if (pairs > (pool ? 1 << 14 : 1 << 16)) return 0;
     }
   }
   return 1;
