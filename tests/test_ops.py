@@ -228,3 +228,23 @@ def test_partial_and_missing_gradients() -> None:
     assert k.grad.isfinite().all()
     with torch.inference_mode():
         assert torch.equal(attention(q, k, v), out)
+
+
+def test_who_watches_the_dispatcher_sees_the_op_and_others_the_same_numbers() -> None:
+    q, k, v = (torch.randn(1, 24, 2, 8) for _ in range(3))
+    plain = dilated_attention(q, k, v, [8, 24], [1, 2])
+    with torch.profiler.profile() as profile:
+        profiled = dilated_attention(q, k, v, [8, 24], [1, 2])
+    assert "dilated_attention_pytorch::attention" in {event.name for event in profile.events()}
+    assert torch.equal(profiled, plain)
+    lazily_negated = torch._neg_view(-q)
+    assert lazily_negated.is_neg()
+    assert torch.equal(dilated_attention(lazily_negated, k, v, [8, 24], [1, 2]), plain)
+    zeros = torch._efficientzerotensor(q.shape)
+    assert torch.equal(dilated_attention(zeros, k, v, [24], [1]), dilated_attention(0 * q, k, v, [24], [1]))
+    with torch.inference_mode():
+        assert torch.equal(dilated_attention(q.clone(), k, v, [8, 24], [1, 2]), plain)
+    leaf = torch.nn.Parameter(q)
+    assert dilated_attention(leaf, k, v, [8, 24], [1, 2]).grad_fn is not None
+    with torch.no_grad():
+        assert torch.equal(dilated_attention(leaf, k, v, [8, 24], [1, 2]), plain)

@@ -333,6 +333,35 @@ def _autograd(*args: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
+def attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """The op, or what it does at once where nobody watches the dispatcher: a sixth of a short call."""
+    result: tuple[Tensor, Tensor] = _run(args) if _is_unwatched(*args[:3]) else attention_op(*args)
+    return result
+
+
+def _keys_of(x: Tensor) -> int:
+    """What the dispatcher would act on: gradients, subclasses, lazy negation, wrappers of transforms."""
+    keys: int = torch._C._dispatch_keys(x).raw_repr()
+    return keys
+
+
+_PLAIN = {_keys_of(torch.empty(0, device="cpu"))}
+with torch.inference_mode():
+    _PLAIN.add(_keys_of(torch.empty(0, device="cpu")))
+
+
+def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Plain CPU tensors without a gradient, and no compiler, tracer, mode, transform or profiler at work."""
+    if torch.compiler.is_compiling() or not {_keys_of(q), _keys_of(k), _keys_of(v)} <= _PLAIN:
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+        return False
+    level, state = torch._C._functorch.maybe_current_level(), torch._C._get_tracing_state()
+    return level is None and state is None and not torch._C._autograd._profiler_enabled()
+
+
 _LIBRARY.impl("attention", lambda *args: _run(args), "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _autograd, "Autograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")

@@ -256,7 +256,10 @@ class DilatedKVCache:
                 if x.is_inference():
                     self._buffers[run] = x.clone()
         ends = {(old, old + new) for old, new in zip(self._lengths, news, strict=True) if new}
-        for run in self._stream.runs:
+        runs: Iterable[KeyRun] = self._stream.runs
+        if max(news) == 1:
+            runs = {run for old, _ in ends for run in self._stream.selected(old)}
+        for run in runs:
             rows = max((run.rows_before(end - _last_segment(run, old, end)) for old, end in ends), default=0)
             buffer = self._buffers.get(run)
             held = 0 if buffer is None else buffer.shape[3]
@@ -300,5 +303,5 @@ class _Held:
     batch: slice
 
     def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
-        k, v = self.buffers[run][:, self.batch, :, first : first + count]
-        return k, v
+        buffer, times = self.buffers[run], slice(first, first + count)
+        return buffer[0, self.batch, :, times], buffer[1, self.batch, :, times]

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -95,9 +96,9 @@ def _attend(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     tables = _tables(plan)
     memory = _lend(inputs.workspace, _forward_scratch(q.shape[-1], tables.most_rows))
     for stage in tables.stages:
-        _check(
-            _library().dap_forward(_call(tables, stage, q.shape[-1], places, dtypes, inputs.scale, memory))
-        )
+        at = stage.data_ptr(), plan.runs.data_ptr(), len(stage)
+        call = _call(places, at, q.shape[-1], tables.most_rows, memory, dtypes, inputs.scale)
+        _check(_library().dap_forward(call))
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +111,6 @@ class _Tables(NamedTuple):
     """The jobs of each stage, which go on with the rows of earlier ones, and what a call says about them."""
 
     stages: list[Tensor]
-    runs: Tensor
     most_rows: int  # of a job
 
 
@@ -120,7 +120,7 @@ def _tables(plan: Plan) -> _Tables:
         stage, rows = plan.column("stage"), plan.column("heads") * plan.column("count")
         numbers = [] if plan.is_one_stage else sorted(set(stage.tolist()))
         stages = [plan.jobs[stage == number] for number in numbers] or [plan.jobs]
-        found = _Tables(stages, plan.runs, int(rows.max()) if len(rows) else 0)
+        found = _Tables(stages, int(rows.max()) if len(rows) else 0)
         plan.by_kernel["native"] = found
     return found
 
@@ -148,7 +148,8 @@ def backward(
     tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
     memory = _lend(inputs.workspace, _library().dap_backward_scratch(d, tables.most_rows, summed), num)
     places = _places(inputs, q, k, v, out, merged.lse)
-    call = _call(tables, plan.jobs, d, places, dtypes, inputs.scale, memory) + _GRAD_CALL.pack(
+    at = plan.jobs.data_ptr(), plan.runs.data_ptr(), len(plan)
+    call = _call(places, at, d, tables.most_rows, memory, dtypes, inputs.scale) + _GRAD_CALL.pack(
         *_place(grad_out),
         *(_NOTHING if grad_lse is None else _place_packed(grad_lse)),
         *(number for x in (dq, dk, dv) for number in _place(x)),
@@ -273,17 +274,18 @@ def _place_packed(x: Tensor) -> Place:
 
 
 def _call(
-    tables: _Tables,
-    jobs: Tensor,
-    d: int,
     places: Sequence[int],
+    tables: tuple[int, int, int],
+    d: int,
+    most_rows: int,
+    memory: _Memory,
     dtypes: tuple[int, int],
     scale: float,
-    memory: _Memory,
 ) -> bytes:
-    """The struct of a call; places of q, k, v, out, lse and mask."""
-    facts = jobs.shape[0], d, _num_threads(), tables.most_rows, memory.address, memory.each
-    return _CALL.pack(*places, jobs.data_ptr(), tables.runs.data_ptr(), *facts, *dtypes, scale)
+    """The struct of a call: places of q, k, v, out, lse, mask; addresses of jobs and runs, number of jobs."""
+    jobs, runs, num_jobs = tables
+    facts = num_jobs, d, _num_threads(), most_rows, memory.address, memory.each
+    return _CALL.pack(*places, jobs, runs, *facts, *dtypes, scale)
 
 
 def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[int]:
@@ -307,10 +309,10 @@ def _packed_jobs(b: int, h: int, h_kv: int, n: int, is_causal: bool, opens: bool
 
 
 @lru_cache(maxsize=64)
-def _packed_plan(shape: Shape, num_keys: int, is_causal: bool, opens: bool = True) -> Plan:
-    jobs = _packed_jobs(shape.b, shape.h, shape.h_kv, shape.n, is_causal, opens)
+def _packed_plan(shape: Shape, num_keys: int, is_causal: bool) -> Plan:
+    jobs = _packed_jobs(shape.b, shape.h, shape.h_kv, shape.n, is_causal, True)
     runs = torch.tensor([[0, 1, num_keys, 1]])
-    known = {"native": _Tables([jobs], runs, shape.h // shape.h_kv * shape.n)}
+    known = {"native": _Tables([jobs], shape.h // shape.h_kv * shape.n)}
     return Plan(jobs, runs, shape, (), covers_queries=True, covers_keys=True, by_kernel=known)
 
 
@@ -327,16 +329,16 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, 
 
 
 def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Tensor) -> None:
-    """Goes straight to the library: a decoding step is many small calls."""
+    """Goes straight to the library: a decoding step is many small calls, each with one key more."""
     (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
-    plan = _packed_plan(Shape(b, n, h, h_kv, d), m, how.is_causal, False)
-    tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
-    mask = _NOTHING if how.mask is None else _place_packed(how.mask)
+    jobs, runs = _packed_jobs(b, h, h_kv, n, how.is_causal, False), array("q", (0, 1, m, 1))
     q, k, v = _dense(q), _dense(k), _dense(v)
-    places = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
-    memory = _lend(Workspace(), _forward_scratch(d, tables.most_rows))
-    call = _call(tables, plan.jobs, d, (*places, *mask), dtypes, how.scale, memory)
-    _check(_library().dap_forward(call))
+    rows = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
+    mask = _NOTHING if how.mask is None else _place_packed(how.mask)
+    memory, most_rows = _lend(Workspace(), _forward_scratch(d, h // h_kv * n)), h // h_kv * n
+    tables = jobs.data_ptr(), runs.buffer_info()[0], len(jobs)
+    dtypes = DTYPES[q.dtype], DTYPES[out.dtype]
+    _check(_library().dap_forward(_call((*rows, *mask), tables, d, most_rows, memory, dtypes, how.scale)))
 
 
 def _backward_packed(
