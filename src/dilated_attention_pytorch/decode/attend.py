@@ -74,13 +74,15 @@ class Stream:
         row_dtype = dtype if op.widens else q.dtype
         for run in self.selected(position):
             heads = run.query_index
-            query, rows, lse_rows = q[:, heads].to(row_dtype), out[:, heads], lse[:, heads]
+            query, rows, lse_rows = q[:, heads], out[:, heads], lse[:, heads]
             count = run.rows_before(position % run.window + 1)
-            # A widened copy is attended while it is in the processor's cache.
-            most = count if row_dtype == q.dtype else max(1, _WIDE_ROWS // (len(run.kv_heads) * q.shape[0]))
-            for first, num in even_parts(count, most):
-                keys, values = (x.to(row_dtype) for x in past.rows(run, first, num))
-                op.extend(query, keys, values, how, rows, lse_rows)
+            if row_dtype == q.dtype:
+                op.extend(query, *past.rows(run, 0, count), how, rows, lse_rows)
+            else:  # a widened copy is attended while it is in the processor's cache
+                most = max(1, _WIDE_ROWS // (len(run.kv_heads) * q.shape[0]))
+                for first, num in even_parts(count, most):
+                    k, v = (x.to(row_dtype) for x in past.rows(run, first, num))
+                    op.extend(query.to(row_dtype), k, v, how, rows, lse_rows)
             if not isinstance(heads, slice):  # copies, not views
                 out[:, heads], lse[:, heads] = rows, lse_rows
         return out.transpose(1, 2).to(q.dtype)
