@@ -17,7 +17,9 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedSpec, Execution, dilated_attention
 from dilated_attention_pytorch.kernels import How, Request, choose_kernel, native
 from dilated_attention_pytorch.kernels.native import build
-from dilated_attention_pytorch.plan import Shape, once, plan_dilated, plan_once
+from dilated_attention_pytorch.kernels.native.tasks import MANY_TASKS, tasks_of
+from dilated_attention_pytorch.plan import Run, Shape, once, plan_dilated, plan_once
+from dilated_attention_pytorch.plan.runs import Job
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
 from support.executions import FUSED
@@ -54,6 +56,35 @@ def test_each_key_is_there_once_with_its_multiplicity(config: Configuration) -> 
     rows = plan.column("heads") * plan.column("count")
     served = int((expected.sum(-1) > 0).sum()) * config.b
     assert int(rows.sum()) == served or config.tail == "phantom"  # no query is in two jobs
+
+
+@settings(max_examples=100)
+@given(configurations(max_n=120))
+def test_tasks_of_the_backward_pass_have_their_keys_to_themselves(config: Configuration) -> None:
+    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal)
+    plan = plan_once(spec, Shape(config.b, config.n, config.h, config.h_kv, config.d), config.docs)
+    order, table, parts, num_owned, longest = tasks_of(plan, config.n)
+    assert sorted(order.tolist()) == list(range(len(plan)))
+    assert len(table) >= MANY_TASKS or parts > 1 or not len(plan)
+    keys: dict[tuple[int, int], list[int]] = {}
+    for number, first, end, start, after in table.tolist():
+        assert after - start <= longest
+        owner = Job._make(plan.jobs[order[first]].tolist())
+        for job in map(Job._make, plan.jobs[order[first:end]].tolist()):
+            assert (job.batch, job.kv) == (owner.batch, owner.kv)
+            for met in map(Run._make, plan.runs[job.first_run : job.first_run + job.num_runs].tolist()):
+                assert start <= met.start
+                assert met.start + (met.count - 1) * met.step < after
+        if number % parts == 0:
+            keys.setdefault((owner.batch, owner.kv), []).extend(range(start, after))
+    assert len(keys) == num_owned
+    assert all(each == list(range(config.n)) for each in keys.values())
+
+
+def test_one_long_head_is_many_tasks() -> None:
+    plan = plan_once(DilatedSpec((2048, 4096, 8192), (1, 2, 4)), Shape(1, 2**20, 1, 1, 64))
+    tasks = tasks_of(plan, 2**20)
+    assert (len(tasks.table), tasks.parts, tasks.longest) == (128, 1, 8192)
 
 
 @pytest.mark.parametrize("causal", [False, True])

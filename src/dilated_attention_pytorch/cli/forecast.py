@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import Request, choose_kernel, native
+from ..kernels import Request, choose_kernel
 from ..kernels.batches import batches_of
+from ..kernels.native.tasks import tasks_of
 from ..plan import DEFAULT_WORKSPACE_BYTES, Pass, Plan, Shape, once_pays, plan_dilated, plan_once
 from ..spec import DilatedSpec
 
@@ -153,7 +154,7 @@ def _native_peak(call: Call, plan: Plan, direction: Pass) -> int:
     scratch = threads * NATIVE_SCRATCH
     if direction == "forward":
         return scratch
-    tasks = native.tasks_of(plan, call.shape.n)
+    tasks = tasks_of(plan, call.shape.n)
     num, sums = len(tasks.table), 2 * tasks.longest * call.shape.d * 4  # of dk and dv of a task
     if tasks.parts > 1:
         return scratch + num * sums

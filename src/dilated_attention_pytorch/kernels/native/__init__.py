@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from ...core.workspace import Workspace
-from ...plan.runs import COLUMN, Job, Plan, Shape, numbered
+from ...plan.runs import COLUMN, Job, Plan, Shape
 from .. import stock
 from ..contract import How, Inputs, Merged, Op, RemoteKV, Request
+from .tasks import tasks_of
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LIBRARY = Path(__file__).with_name("native.so")
 MOST_THREADS = 64
 CPU = torch.device("cpu")
-MANY_TASKS = 8  # batches and key heads from which on each is one task of the backward pass
-MOST_SUMS = 64 * 2**20  # bytes for sums of several tasks where they are fewer
 
 
 # The structs of attend.h, whose fields all have 8 bytes. A tensor is its address and three strides.
@@ -163,64 +162,6 @@ def backward(
                 sums[task].add_(sums[task + part])
             dk[batch, start:end, kv], dv[batch, start:end, kv] = sums[task, :, : end - start].unbind(0)
     return dq, dk, dv
-
-
-class Tasks(NamedTuple):
-    """What threads of the backward pass take one at a time: jobs whose keys no other task has.
-
-    Where these are few, `parts` tasks share the keys, each with sums of its own.
-    """
-
-    order: Tensor  # the jobs, those of a task next to each other
-    table: Tensor  # (tasks, 5): grad_task of attend.h
-    parts: int
-    num_owned: int  # batches and key heads that have a job
-    longest: int  # the most keys of a task
-
-
-def tasks_of(plan: Plan, num_keys: int) -> Tasks:
-    """Jobs of a batch and key head whose ranges of keys overlap are a task, for any number of threads."""
-    found: Tasks | None = plan.by_kernel.get("tasks")
-    if found is not None:
-        return found
-    owner, above = plan.column("batch") * plan.shape.h_kv + plan.column("kv"), num_keys + 1
-    low, high = torch.zeros_like(owner), torch.full_like(owner, num_keys)
-    if plan.is_one_stage:  # else a query is met again, maybe with other keys
-        low, high = _key_ranges(plan)
-    order = torch.argsort(owner * above + low, stable=True)
-    owner, low, high = owner[order], low[order], high[order]
-    reach = (owner * above + high).cummax(0).values  # the end of the keys so far
-    begins = torch.ones(len(plan), dtype=torch.bool)
-    begins[1:] = owner[1:] * above + low[1:] >= reach[:-1]
-    first = begins.nonzero().squeeze(1)
-    owner, opens = owner[first], torch.ones(len(first), dtype=torch.bool)
-    opens[1:] = owner[1:] != owner[:-1]
-    start = low[first].masked_fill_(opens, 0)  # all keys are some task's: those of none get zeros
-    end = start.roll(-1).masked_fill_(opens.roll(-1), num_keys)
-    longest = int((end - start).max()) if len(first) else 0
-    fit = MOST_SUMS // max(1, 8 * longest * plan.shape.d * len(first))
-    parts = max(1, min(fit, -(-MANY_TASKS // max(1, len(first))))) if plan.is_one_stage else 1
-    last = torch.cat([first[1:], first.new_tensor([len(plan)])])[: len(first)]
-    cuts = first[:, None] + (last - first)[:, None] * torch.arange(parts + 1) // parts
-    columns = (
-        cuts[:, :-1].flatten(),
-        cuts[:, 1:].flatten(),
-        *(x.repeat_interleave(parts) for x in (start, end)),
-    )
-    table = torch.stack([torch.arange(len(first) * parts), *columns], 1)
-    found = plan.by_kernel["tasks"] = Tasks(order, table, parts, int(opens.sum()), longest)
-    return found
-
-
-def _key_ranges(plan: Plan) -> tuple[Tensor, Tensor]:
-    """(first, end) of the keys of each job."""
-    job, number = numbered(plan.column("num_runs"))
-    start, step, count, _ = plan.runs[plan.column("first_run")[job] + number].unbind(1)
-    first = torch.zeros(len(plan), dtype=torch.int64).scatter_reduce(
-        0, job, start, "amin", include_self=False
-    )
-    end = start + (count - 1) * step + 1
-    return first, torch.zeros_like(first).scatter_reduce(0, job, end, "amax", include_self=False)
 
 
 def _library() -> ctypes.CDLL:
