@@ -32,6 +32,7 @@ from .kernels import Inputs, Kernel, Merged, Request, choose_kernel
 from .plan import (
     BYTES_A_THREAD,
     DEFAULT_WORKSPACE_BYTES,
+    UNBOUNDED,
     BlockPattern,
     Pass,
     Plan,
@@ -105,7 +106,7 @@ def attention_inputs(
     """The kernel that runs a call, and what it takes besides a plan; `is_joint`, `streams`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
     facts = key_mask is not None, options.dropout_p > 0, options.scale, options.detaches, is_joint, streams
-    request = Request(q.device, q.dtype, *facts)
+    request = Request(q.device, q.dtype, *facts, q.shape[-1])
     kernel = choose_kernel(request, options.kernel)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
@@ -173,7 +174,7 @@ class BlockSparse(NamedTuple):
         shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
         pattern = self.pattern(options, tensors)
         facts: dict[str, Any] = {"itemsize": itemsize, "direction": direction, "workspace_bytes": size}
-        facts["joins"] = not once
+        facts["joins"] = not once and size < UNBOUNDED
         build = partial(plan_blocks, pattern, shape, **facts)
         key = ("blocks", self.recipe, self.spec.is_causal, shape, *facts.values())
         plan: Plan = self._kept(get_global_pattern_cache, options, key, build)
@@ -271,6 +272,7 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes)
         kernel, inputs = attention_inputs(sized, tensors, workspace, is_joint)
         once = kernel.each_key_once and is_joint
+        sized = sized if kernel.packs else sized._replace(workspace_bytes=UNBOUNDED)
         if merged is None:
             return kernel.forward(work.plan(sized, tensors, "forward", once), inputs)
         return kernel.backward(work.plan(sized, tensors, "backward", once), inputs, merged)

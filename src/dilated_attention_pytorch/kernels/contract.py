@@ -25,6 +25,7 @@ class Request(NamedTuple):
     detaches: bool = False  # backward holds the mixing weights constant
     is_joint: bool = True  # all branches of a query are in one job
     streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
+    head_dim: int = 64
 
 
 class Dropout(NamedTuple):
@@ -131,3 +132,4 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
     op: Op  # what it attends packed rows with
     each_key_once: bool = False  # whether it takes all branches of a query in one job
+    packs: bool = True  # whether it gathers rows, so that the workspace bounds its jobs

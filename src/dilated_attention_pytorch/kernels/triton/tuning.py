@@ -1,0 +1,40 @@
+"""Sizes of blocks, by target, pass, size of the numbers and head size: what compiles without spills."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Target = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
+Pass = Literal["attend", "query_gradients", "key_gradients"]
+
+
+class Blocks(NamedTuple):
+    """Query rows and keys of a tile, warps of a program, tiles that are loaded ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the features of a head, up to which they hold.
+TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
+    ("sm_80", "attend", 2): {64: Blocks(128, 64, 4, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 1)},
+    ("sm_80", "query_gradients", 2): {64: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 8, 1)},
+    ("sm_80", "key_gradients", 2): {64: Blocks(64, 64, 4, 2), 256: Blocks(32, 64, 8, 1)},
+}
+
+
+def blocks_for(target: Target, which: Pass, itemsize: int, d: int) -> Blocks:
+    if target == "interpreter":
+        return Blocks(32, 32, 1, 1)
+    row = TABLE[target, which, itemsize]
+    return row[min(size for size in row if size >= d)]
+
+
+def head_parts(d: int) -> tuple[int, int]:
+    """Powers of two that hold d features: one, or two where that leaves fewer of them unused."""
+    whole = max(16, 1 << (d - 1).bit_length())
+    first = whole // 2
+    second = max(16, 1 << (d - first - 1).bit_length())
+    return (first, second) if first >= 16 and first < d and first + second < whole else (whole, 0)
