@@ -172,7 +172,7 @@ class _Call:
         return blocks._replace(queries=queries, keys=keys)
 
     def _launch(
-        self, which: Pass, launch: Launch, opens: str, tensors: tuple[Tensor, ...], **facts: bool
+        self, which: Pass, launch: Launch, opens: str, tensors: tuple[Tensor, ...], **facts: Any
     ) -> None:
         from . import device
 
@@ -187,7 +187,7 @@ class _Call:
         if which == "key_gradients":
             numbers["h_kv"] = self.k.shape[2]
         else:
-            facts["OPENS"] = COLUMN[opens]
+            facts |= {"OPENS": COLUMN[opens], "ONE_RUN": launch.has_one_run}
         p = self.inputs.dropout_p
         parts = head_parts(d)
         if not launch.number:

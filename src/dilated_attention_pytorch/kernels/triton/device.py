@@ -114,9 +114,8 @@ def _key_hash(number):
 
 
 @triton.jit
-def _is_kept(a, b, threshold):
-    """Whether dropout keeps the pairs of a row and a key with these hashes: the same in all passes."""
-    bits = a[:, None] + b[None, :]
+def _is_kept(bits, threshold):
+    """Whether dropout keeps the pairs of a row and a key whose hashes add up to `bits`, in all passes alike."""
     bits = (bits ^ (bits >> 31)) * 0xBF58476D1CE4E5B9
     return tl.cast(bits >> 33, tl.int64) >= tl.cast(threshold, tl.int64)
 
@@ -125,21 +124,6 @@ def _is_kept(a, b, threshold):
 def _rows_before(position, start, step, count):
     """How many rows of a run lie before a position."""
     return tl.minimum(tl.maximum(position - start + step - 1, 0) // step, count)
-
-
-@triton.jit
-def _finite(v, seen):
-    """v without infinities and NaN, and what these add to the sums of the rows that see them.
-
-    Weights of 0, of keys that are out of sight, would make them NaN in all rows.
-    """
-    high = (v != v) | (v == float("inf"))
-    low = (v != v) | (v == float("-inf"))
-    marks = (high.to(tl.float32) + low.to(tl.float32) * 256.0).to(tl.float16)  # exact: at most 128 keys
-    found = tl.dot(seen.to(tl.float16), marks)
-    extra = tl.where(found >= 256.0, NEVER, 0.0)
-    has_high = found - tl.floor(found / 256.0) * 256.0 > 0.0
-    return tl.where(high | low, 0.0, v), extra + tl.where(has_high, float("inf"), 0.0)
 
 
 @triton.jit
@@ -167,7 +151,6 @@ def _fold(
     threshold,
     gain,
     CHECK: tl.constexpr,
-    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     DROPS: tl.constexpr,
     D: tl.constexpr,
@@ -179,10 +162,10 @@ def _fold(
 ):
     """The online softmax over keys low .. high of a run; CHECK: row i sees those up to last[i]."""
     keys = tl.arange(0, BLOCK_N)
+    k_at = k_base + low * k_step
+    v_at = v_base + low * v_step
     for j in tl.range(low, high, BLOCK_N):
         inside = j + keys < count
-        k_at = k_base + j * k_step
-        v_at = v_base + j * v_step
         k0 = _load(k_at, k_step, keys, inside, 0, P0, D, CHECK, WIDE)
         scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if P1 > 0:
@@ -207,22 +190,98 @@ def _fold(
         total = total * alpha + tl.sum(p, 1)
         top = new_top
         if DROPS:
-            kept = _is_kept(row_hash, _key_hash(key_start + (j + keys) * step), threshold)
+            bits = row_hash[:, None] + _key_hash(key_start + (j + keys) * step)[None, :]
+            kept = _is_kept(bits, threshold)
             p = tl.where(kept, p * gain, 0.0)
         v0 = _load(v_at, v_step, keys, inside, 0, P0, D, CHECK, WIDE)
         acc0 = acc0 * alpha[:, None]
-        if CHECK and CAUSAL:
-            v0, extra = _finite(v0, seen)
-            acc0 += extra
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0, input_precision=PRECISION)
         if P1 > 0:
             v1 = _load(v_at, v_step, keys, inside, P0, P1, D, CHECK, WIDE)
             acc1 = acc1 * alpha[:, None]
-            if CHECK and CAUSAL:
-                v1, extra = _finite(v1, seen)
-                acc1 += extra
             acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)
+        k_at += BLOCK_N * k_step
+        v_at += BLOCK_N * v_step
+    return acc0, acc1, total, top
+
+
+@triton.jit
+def _is_odd(
+    v_base,
+    v_step,
+    low,
+    high,
+    AT: tl.constexpr,
+    PART: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Whether an infinity or NaN is among values low .. high: times 0 they are NaN."""
+    keys = tl.arange(0, BLOCK_N)
+    found = tl.zeros([BLOCK_N], tl.float32)
+    for j in tl.range(low, high, BLOCK_N):
+        v = _load(v_base + j * v_step, v_step, keys, j + keys < high, AT, PART, D, True, WIDE)
+        found += tl.sum(v.to(tl.float32) * 0.0, 1)
+    return tl.sum(found, 0) != 0.0
+
+
+@triton.jit
+def _fold_singly(
+    acc0,
+    acc1,
+    total,
+    top,
+    q0,
+    q1,
+    k_base,
+    v_base,
+    mask_base,
+    k_step,
+    v_step,
+    step,
+    low,
+    high,
+    last,
+    weight,
+    row_hash,
+    key_start,
+    scale_log2,
+    threshold,
+    gain,
+    MASKED: tl.constexpr,
+    DROPS: tl.constexpr,
+    D: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+):
+    """`_fold`, key by key: in a product of tiles an infinity or NaN would reach rows that do not see it."""
+    columns0 = tl.arange(0, P0)
+    columns1 = P0 + tl.arange(0, P1 if P1 > 0 else 16)
+    for j in tl.range(low, high):
+        k = tl.load(k_base + j * k_step + columns0, mask=columns0 < D, other=0.0).to(tl.float32)
+        v = tl.load(v_base + j * v_step + columns0, mask=columns0 < D, other=0.0).to(tl.float32)
+        scores = tl.sum(q0.to(tl.float32) * k[None, :], 1)
+        if P1 > 0:
+            k = tl.load(k_base + j * k_step + columns1, mask=columns1 < D, other=0.0).to(tl.float32)
+            scores += tl.sum(q1.to(tl.float32) * k[None, :], 1)
+        seen = last >= j
+        if MASKED:
+            seen &= tl.load(mask_base + j * step) == 0.0
+        scores = tl.where(seen, scores * scale_log2 + weight, NEVER)
+        new_top = tl.maximum(top, scores)
+        shift = tl.where(new_top == NEVER, 0.0, new_top)
+        alpha = tl.exp2(top - shift)
+        p = tl.exp2(scores - shift)
+        total = total * alpha + p
+        top = new_top
+        if DROPS:
+            p = tl.where(_is_kept(row_hash + _key_hash(key_start + j * step), threshold), p * gain, 0.0)
+        acc0 = acc0 * alpha[:, None] + tl.where(seen[:, None], p[:, None] * v[None, :], 0.0)
+        if P1 > 0:
+            v = tl.load(v_base + j * v_step + columns1, mask=columns1 < D, other=0.0).to(tl.float32)
+            acc1 = acc1 * alpha[:, None] + tl.where(seen[:, None], p[:, None] * v[None, :], 0.0)
     return acc0, acc1, total, top
 
 
@@ -255,6 +314,7 @@ def attend(
     gain,
     OPENS: tl.constexpr,
     CARRIES: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     PHANTOM: tl.constexpr,
@@ -323,7 +383,7 @@ def attend(
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     is_causal = tl.load(job + CAUSAL_JOB) != 0
     final = position + (tl.minimum(num_rows, BLOCK_M) - 1) * step
-    for _ in tl.range(0, tl.load(job + NUM_RUNS)):
+    for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
         start = tl.load(run)
         key_step = tl.load(run + 1)
         count = tl.load(run + 2)
@@ -343,6 +403,12 @@ def attend(
         k_step = tl.cast(key_step, tl.int64) * (k_n * ALIGN)
         v_step = tl.cast(key_step, tl.int64) * (v_n * ALIGN)
         mask_base = MASK + batch * n + start
+        even = by_any
+        if CAUSAL:
+            is_odd = _is_odd(v_base, v_step, by_all, by_any, 0, P0, D, BLOCK_N, WIDE)
+            if P1 > 0:
+                is_odd |= _is_odd(v_base, v_step, by_all, by_any, P0, P1, D, BLOCK_N, WIDE)
+            even = tl.where(is_odd, by_all, by_any)
         for CHECK in tl.static_range(2):
             acc0, acc1, total, top = _fold(
                 acc0,
@@ -358,7 +424,7 @@ def attend(
                 v_step,
                 key_step,
                 by_all if CHECK else 0,
-                by_any if CHECK else by_all,
+                even if CHECK else by_all,
                 count,
                 last,
                 weight,
@@ -368,7 +434,6 @@ def attend(
                 threshold,
                 gain,
                 CHECK,
-                CAUSAL,
                 MASKED,
                 DROPS,
                 D,
@@ -377,6 +442,35 @@ def attend(
                 BLOCK_N,
                 PRECISION,
                 WIDE,
+            )
+        if CAUSAL:
+            acc0, acc1, total, top = _fold_singly(
+                acc0,
+                acc1,
+                total,
+                top,
+                q0,
+                q1,
+                k_base,
+                v_base,
+                mask_base,
+                k_step,
+                v_step,
+                key_step,
+                even,
+                by_any,
+                last,
+                weight,
+                row_hash,
+                start,
+                scale_log2,
+                threshold,
+                gain,
+                MASKED,
+                DROPS,
+                D,
+                P0,
+                P1,
             )
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
@@ -438,7 +532,8 @@ def _fold_dq(
             dp = tl.dot(g1, tl.trans(v1), dp, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - (lse2 - weight)[:, None])
         if DROPS:
-            kept = _is_kept(row_hash, _key_hash(key_start + (j + keys) * step), threshold)
+            bits = row_hash[:, None] + _key_hash(key_start + (j + keys) * step)[None, :]
+            kept = _is_kept(bits, threshold)
             dp = tl.where(kept, dp * gain, 0.0)
         ds = p * (dp - delta[:, None])
         if MASKED:
@@ -490,6 +585,7 @@ def query_gradients(
     gain,
     OPENS: tl.constexpr,
     CARRIES: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
@@ -553,7 +649,7 @@ def query_gradients(
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     is_causal = tl.load(job + CAUSAL_JOB) != 0
     final = position + (tl.minimum(num_rows, BLOCK_M) - 1) * step
-    for _ in tl.range(0, tl.load(job + NUM_RUNS)):
+    for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
         start = tl.load(run)
         key_step = tl.load(run + 1)
         count = tl.load(run + 2)
@@ -698,7 +794,7 @@ def _fold_dkdv(
         used = p
         if DROPS:
             number = row_number + (at + rows) * tl.cast(step, tl.int64) * h
-            kept = _is_kept(key_hash, _row_hash(number, seed), threshold)
+            kept = _is_kept(key_hash[:, None] + _row_hash(number, seed)[None, :], threshold)
             used = tl.where(kept, p * gain, 0.0)
             dp = tl.where(kept, dp * gain, 0.0)
         used = used.to(g0.dtype)

@@ -19,6 +19,7 @@ class Launch(NamedTuple):
     carries: dict[str, bool]  # by the column that says where rows begin: whether some go on instead
     is_causal: bool
     has_phantom: bool = False
+    has_one_run: bool = False  # a job
 
 
 class QueryTables(NamedTuple):
@@ -64,6 +65,7 @@ def query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
     found: QueryTables | None = plan.by_kernel.get(("triton", block, device))
     if found is None:
         launches, tiles, at = [], [], 0
+        joined, runs = _joined(plan)
         for jobs in _groups(plan, "stage"):
             table = plan.jobs[jobs]
             blocks = -(-table[:, COLUMN["count"]] // block)
@@ -74,9 +76,10 @@ def query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
             tiles.append(torch.stack([jobs[job], number // blocks, row], 1))
             carries = {x: not bool(table[:, COLUMN[x]].all()) for x in ("opens_queries", "opens_branch")}
             facts = [bool(table[:, COLUMN[name]].any()) for name in ("causal", "phantom")]
+            facts.append(bool((joined[jobs, COLUMN["num_runs"]] == 1).all()))
             launches.append(Launch(at, len(job), int(table[0, COLUMN["branch"]]), carries, *facts))
             at += len(job)
-        moved = _moved(device, _cat(tiles, 3), *_joined(plan))
+        moved = _moved(device, _cat(tiles, 3), joined, runs)
         found = plan.by_kernel["triton", block, device] = QueryTables(launches, *moved)
     return found
 
