@@ -43,7 +43,10 @@ def choose_kernel(request: Request, name: str = "auto") -> Kernel:
     one_of("kernel", name, get_args(KernelName))
     kernels = kernels_for(request.device)
     if name not in ("auto", *(kernel.name for kernel in kernels)):
-        kernels = NATIVE, TRITON  # to say why not; the interpreter of Triton takes CPU tensors when it is named
+        kernels = (
+            NATIVE,
+            TRITON,
+        )  # to say why not; the interpreter of Triton takes CPU tensors when it is named
     for kernel in kernels:
         if name in ("auto", kernel.name):
             reason = kernel.why_not(request)

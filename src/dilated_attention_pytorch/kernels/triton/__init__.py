@@ -19,8 +19,8 @@ from ...plan.runs import COLUMN, Plan
 from .. import cuda
 from ..contract import Inputs, Merged, Request
 from ..stock import mix_seed
-from .tables import KeyTables, Launch, key_tables, most_rows, most_step, query_tables
-from .tuning import Blocks, Pass, Target, blocks_for, head_parts
+from .tables import KeyTables, Launch, extent, key_tables, query_tables
+from .tuning import Blocks, Pass, Target, blocks_for, head_parts, precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
@@ -42,8 +42,8 @@ def why_not(request: Request) -> str | None:
     if not is_installed():
         return "triton is not installed, which `pip install dilated-attention[triton]` does on Linux"
     if request.device.type != ("cpu" if interprets() else "cuda"):
-        how = "its interpreter runs on cpu" if interprets() else "it runs on cuda, or with TRITON_INTERPRET=1 on cpu"
-        return f"{how}, and the tensors are on {request.device}"
+        where = "its interpreter runs on cpu" if interprets() else "it runs on cuda"
+        return f"{where}, and the tensors are on {request.device}"
     if request.dtype not in DTYPES:
         return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
     if request.streams:
@@ -146,9 +146,10 @@ class _Call:
         tables = query_tables(self.plan, self._blocks("query_gradients").queries, dq.device)
         given = lse if grad_lse is None else grad_lse
         tensors = self.q, self.k, self.v, g, out, lse, given, delta, dq, self._mask, *tables[1:]
+        facts = {"HAS_DLSE": grad_lse is not None}
         for launch in tables.launches:
             if launch.branch == branch:
-                self._launch("query_gradients", launch, "opens_queries", tensors, HAS_DLSE=grad_lse is not None)
+                self._launch("query_gradients", launch, "opens_queries", tensors, **facts)
 
     def key_gradients(
         self, g: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, launch: Launch
@@ -167,18 +168,18 @@ class _Call:
         blocks = blocks_for(self.target, which, self.q.element_size(), self.q.shape[-1])
         queries, keys = (
             max(16, min(x, 1 << (most - 1).bit_length()))
-            for x, most in zip(blocks[:2], most_rows(self.plan), strict=True)
+            for x, most in zip(blocks, extent(self.plan)[:2], strict=False)
         )
         return blocks._replace(queries=queries, keys=keys)
 
     def _launch(
         self, which: Pass, launch: Launch, opens: str, tensors: tuple[Tensor, ...], **facts: Any
     ) -> None:
-        from . import device
+        from . import attend, gradients
 
         _, n, h, d = self.q.shape
         strided = tensors[:3] if which == "attend" else tensors[:4]  # q, k, v and the gradient of out
-        align = math.gcd(16, *(s for x in strided for s in x.stride()[:3]), *map(_address, strided))
+        align = math.gcd(16, *(s for x in strided for s in x.stride()[:3]))
         queries, keys, warps, stages = self._blocks(which)
         longest = max(*(x.stride(1) for x in strided), h * d)
         numbers: dict[str, Any] = {"scale_log2": abs(self.inputs.scale) * LOG2E}
@@ -193,7 +194,7 @@ class _Call:
         if not launch.number:
             return
         with _on(self.q.device):
-            getattr(device, which)[(launch.number,)](
+            getattr(attend if which == "attend" else gradients, which)[(launch.number,)](
                 *tensors,
                 *(s // align for x in strided for s in x.stride()[:3]),
                 first_tile=launch.first,
@@ -209,13 +210,13 @@ class _Call:
                 DROPS=p > 0,
                 NEGATES=self.inputs.scale < 0,
                 ALIGN=align,
-                WIDE=longest * most_step(self.plan) * max(queries, keys) >= 2**31,
+                WIDE=longest * extent(self.plan).step * max(queries, keys) >= 2**31,
                 D=d,
                 P0=parts[0],
                 P1=parts[1],
                 BLOCK_M=queries,
                 BLOCK_N=keys,
-                PRECISION=_precision(self.target),
+                PRECISION=precision(self.target),
                 **facts,
                 num_warps=warps,
                 num_stages=stages,
@@ -226,20 +227,10 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _address(x: Tensor) -> int:
-    """In elements; Triton takes an address that is a multiple of 16 bytes for one."""
-    return x.data_ptr() // x.element_size()
-
-
 def _target(device: torch.device) -> Target:
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    major = cuda._capability(device)[0]
-    return "sm_80" if major < 9 else "sm_90" if major == 9 else "sm_100"
-
-
-def _precision(target: Target) -> str:
-    """Of products of float32: three of tf32 each where that is faster than float32 and as exact."""
-    return "tf32x3" if target.startswith("sm") else "ieee"
+    generations: dict[int, Target] = {9: "sm_90", 10: "sm_100", 11: "sm_100"}
+    return generations.get(cuda._capability(device)[0], "sm_80")  # those for desktops are like it, too

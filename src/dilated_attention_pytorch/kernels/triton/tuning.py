@@ -19,7 +19,11 @@ class Blocks(NamedTuple):
 
 # By the features of a head, up to which they hold.
 TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
-    ("sm_80", "attend", 2): {64: Blocks(128, 64, 4, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 1)},
+    ("sm_80", "attend", 2): {
+        64: Blocks(128, 64, 4, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 32, 8, 1),
+    },
     ("sm_80", "query_gradients", 2): {64: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 8, 1)},
     ("sm_80", "key_gradients", 2): {64: Blocks(64, 64, 4, 2), 256: Blocks(32, 64, 8, 1)},
 }
@@ -38,3 +42,8 @@ def head_parts(d: int) -> tuple[int, int]:
     first = whole // 2
     second = max(16, 1 << (d - first - 1).bit_length())
     return (first, second) if first >= 16 and first < d and first + second < whole else (whole, 0)
+
+
+def precision(target: str) -> str:
+    """How float32 is multiplied: as three products of tf32 where that is faster and as exact."""
+    return "tf32x3" if target.startswith("sm") else "ieee"
