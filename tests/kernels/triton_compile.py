@@ -5,7 +5,6 @@ python triton_compile.py TARGET...      one JSON line for each shipped configura
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -147,11 +146,16 @@ def _describe(operations: list[tuple[str, str]], loops: list[tuple[int, int]], m
 def shipped(target: str) -> Any:
     """Every configuration that a launch may choose, at the largest head size that it holds for."""
     for (name, which, itemsize), row in tuning.TABLE.items():
-        if name == target:
-            for d, blocks in row.items():
-                yield which, target, {2: "fp16", 4: "fp32"}[itemsize], d, blocks
+        for d, blocks in row.items() if name == target else ():
+            yield which, target, {2: "fp16", 4: "fp32"}[itemsize], d, blocks
+
+
+def other_widths() -> Any:
+    for d in (20, 40, 48, 72, 80, 96):
+        yield "attend", "sm_80", "bf16", d, tuning.blocks_for("sm_80", "attend", 2, d)
 
 
 if __name__ == "__main__":
-    for given in itertools.chain.from_iterable(map(shipped, sys.argv[1:])):
+    (target,) = sys.argv[1:]
+    for given in other_widths() if target == "widths" else shipped(target):
         print(json.dumps(compile_one(*given)), flush=True)
