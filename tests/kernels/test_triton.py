@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_compile
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -27,13 +28,15 @@ from support.plans import count_pairs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+BENCHMARKS = Path(triton_compile.__file__).parent
 PARTS = 8
 SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program; 99 of GPUs for desktops
 MOST_STACK = 512  # bytes, spilled before the loops and read after them
 
 
 def run_program(name: str, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+    folder = BENCHMARKS if name == "triton_compile.py" else Path(__file__).parent
+    command = [sys.executable, str(folder / name), *arguments]
     variables = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | environment
     result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
@@ -63,6 +66,18 @@ def test_every_configuration_compiles_without_local_memory_in_its_loops(target: 
             loads = [x for x in memory if x.startswith(("LDGSTS.", "LDG.", "global_load", "buffer_load"))]
             assert loads, facts
             assert all(x.endswith(wide) for x in loads), facts
+
+
+def test_the_page_shows_the_record_of_every_configuration() -> None:
+    found = triton_compile.SECTION.search(triton_compile.PAGE.read_text())
+    assert found is not None
+    assert found[2] == triton_compile.render()
+    names = ("pass", "target", "dtype", "d", "blocks")
+    recorded = [
+        [x[name] for name in names] for x in json.loads(triton_compile.RECORD.read_text())["compiled"]
+    ]
+    shipped = [x for target in triton_compile.TARGETS for x in triton_compile.shipped(target)]
+    assert recorded == [[*x[:-1], list(x[-1])] for x in shipped]
 
 
 @needs_triton

@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dilated_attention_pytorch import DilatedSpec
+from dilated_attention_pytorch import BlockPattern, DilatedSpec
 from dilated_attention_pytorch.core.workspace import Workspace
 from dilated_attention_pytorch.kernels import Inputs, Merged, triton
-from dilated_attention_pytorch.plan import UNBOUNDED, Shape, plan_dilated
+from dilated_attention_pytorch.plan import UNBOUNDED, Plan, Shape, plan_blocks, plan_dilated
 
 
 class Driver:
@@ -45,11 +45,32 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -
 
 
 JITFunction.run = compile_only
+
+
+def launch(
+    plan: Plan, dtype: torch.dtype, masked: bool = False, dropout_p: float = 0.0, scale: float = 1.0
+) -> None:
+    b, n, h, h_kv, d = plan.shape
+    q, k, v, out, g = (torch.empty(b, n, x, d, dtype=dtype) for x in (h, h_kv, h_kv, h, h))
+    mask = torch.ones(b, n, dtype=torch.bool) if masked else None
+    inputs = Inputs(q, k, v, mask, scale, dropout_p, 0, Workspace())
+    triton.forward(plan, inputs)
+    grad_lse = torch.zeros(b, h, n) if masked else None
+    triton.backward(plan, inputs, Merged(out, torch.empty(b, h, n), g, grad_lse))
+
+
+def dilated(shape: Shape, itemsize: int = 2, **options: Any) -> Plan:
+    spec = DilatedSpec((33, 64), (1, 3), **options)
+    return plan_dilated(spec, shape, itemsize=itemsize, workspace_bytes=UNBOUNDED)
+
+
 # One batch, one head: numbers that are 1, and that Triton would otherwise take for constants.
-shape = Shape(1, 70, 1, 1, 24)
-plan = plan_dilated(DilatedSpec((64,), (1,)), shape, itemsize=2, workspace_bytes=UNBOUNDED)
-q, k, v, out, g = (torch.empty(1, 70, 1, 24, dtype=torch.float16) for _ in range(5))
-inputs = Inputs(q, k, v, None, 1.0, 0.0, 0, Workspace())
-triton.forward(plan, inputs)
-triton.backward(plan, inputs, Merged(out, torch.empty(1, 1, 70), g, None))
+launch(dilated(Shape(1, 70, 1, 1, 24)), torch.float16)
+launch(dilated(Shape(2, 70, 4, 2, 40), is_causal=True), torch.bfloat16, True, 0.1, -0.5)
+launch(dilated(Shape(2, 70, 2, 2, 16), 4, tail="phantom", detach_mixing=True), torch.float32)
+pattern = BlockPattern.from_layout(torch.eye(5, dtype=torch.bool)[None].repeat(2, 1, 1), 70, 16)
+launch(
+    plan_blocks(pattern, Shape(1, 70, 2, 2, 64), itemsize=2, workspace_bytes=UNBOUNDED, joins=False),
+    torch.float16,
+)
 print(*compiled)

@@ -20,11 +20,10 @@ from .. import cuda
 from ..contract import Inputs, Merged, Request
 from ..stock import mix_seed
 from .tables import KeyTables, Launch, extent, key_tables, query_tables
-from .tuning import Blocks, Pass, Target, blocks_for, head_parts, precision
+from .tuning import Blocks, Pass, Target, blocks_for, head_parts, most_features, precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
-MOST_FEATURES = 256
 LOG2E = math.log2(math.e)
 
 
@@ -48,11 +47,12 @@ def why_not(request: Request) -> str | None:
         return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
     if request.streams:
         return "it takes all keys at once, and some are of other ranks or of a cache"
-    if request.head_dim > MOST_FEATURES:
-        return f"it takes up to {MOST_FEATURES} features a head, and got {request.head_dim}"
     if request.device.type == "cuda" and cuda._capability(request.device) < CAPABILITY:
         found = ".".join(map(str, cuda._capability(request.device)))
         return f"triton needs compute capability 8.0, and this device has {found}"
+    most = most_features(_target(request.device), request.dtype.itemsize)
+    if request.head_dim > most:
+        return f"it takes heads of up to {most} features in {request.dtype}, and got {request.head_dim}"
     return None
 
 

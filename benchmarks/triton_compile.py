@@ -1,6 +1,8 @@
-"""A program of test_triton.py: compiles the kernels for GPUs that are not here, and reads them.
+"""Compiles the Triton kernels for GPUs that are not here, and reads what they became.
 
-python triton_compile.py TARGET...      one JSON line for each shipped configuration of the targets
+python benchmarks/triton_compile.py              writes the record, and its table into docs/gpu.md
+python benchmarks/triton_compile.py TARGET       one JSON line for each configuration of a target
+python benchmarks/triton_compile.py widths       the same for other head sizes
 """
 
 from __future__ import annotations
@@ -16,23 +18,27 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from dilated_attention_pytorch.kernels.triton import attend, gradients, tuning
+from dilated_attention_pytorch.kernels.triton import tuning
 from dilated_attention_pytorch.plan.runs import COLUMN
 
-TARGETS = {name: GPUTarget("cuda", int(name[3:]), 32) for name in ("sm_80", "sm_90", "sm_100")}
-TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "benchmarks" / "results" / "triton.json", ROOT / "docs" / "gpu.md"
+TARGETS: dict[tuning.Target, tuple[Any, ...]] = {  # backend, architecture, threads of a warp
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 FLOATS, INTEGERS = ("LSE", "DLSE", "DELTA", "MASK"), ("TILES", "JOBS", "RUNS", "KEYS", "VISITS")
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MULTIPLIES = re.compile(r"[HIQ]G?MMA|UTC\w*MMA|v_mfma")
 
 
 def source(which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.Blocks, **given: Any) -> Any:
     """A kernel with the types and constants that a launch gives it."""
+    from triton.compiler import ASTSource
+
+    from dilated_attention_pytorch.kernels.triton import attend, gradients
+
     kernel = getattr(attend if which == "attend" else gradients, which)
     p0, p1 = tuning.head_parts(d)
     constants: dict[str, Any] = {
@@ -62,10 +68,13 @@ def compile_one(
     which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.Blocks, **given: Any
 ) -> dict[str, Any]:
     """Registers, memory and instructions of a kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     began = time.perf_counter()
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     compiled = triton.compile(
-        source(which, target, dtype, d, blocks, **given), target=TARGETS[target], options=options
+        source(which, target, dtype, d, blocks, **given), target=GPUTarget(*TARGETS[target]), options=options
     )
     facts = _read_amd(compiled) if target == "gfx942" else _read_nvidia(compiled)
     where = {"pass": which, "target": target, "dtype": dtype, "d": d, "blocks": list(blocks), **given}
@@ -74,11 +83,14 @@ def compile_one(
 
 
 def _read_nvidia(compiled: Any) -> dict[str, Any]:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, listing = (
-            subprocess.run([TOOLS / tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run([tools / tool, flag, file.name], capture_output=True, text=True, check=True).stdout
             for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -155,7 +167,43 @@ def other_widths() -> Any:
         yield "attend", "sm_80", "bf16", d, tuning.blocks_for("sm_80", "attend", 2, d)
 
 
+def write_record() -> None:
+    import triton
+
+    kept = ("target", "pass", "dtype", "d", "blocks", "registers", "stack", "shared", "loops")
+    found = [compile_one(*given) for target in TARGETS for given in shipped(target)]
+    lines = ",\n".join(json.dumps({name: x[name] for name in kept}) for x in found)
+    RECORD.write_text(f'{{"triton": "{triton.__version__}", "compiled": [\n{lines}\n]}}\n')
+    PAGE.write_text(SECTION.sub(lambda x: x[1] + render() + x[3], PAGE.read_text()))
+
+
+SECTION = re.compile(r"(<!-- triton:begin -->\n)(.*?)(<!-- triton:end -->)", re.DOTALL)
+
+
+def render() -> str:
+    """The record as a table."""
+    head = (
+        "target",
+        "dtype",
+        "pass",
+        "head size",
+        "queries x keys, warps, stages",
+        "registers",
+        "stack",
+        "shared",
+    )
+    rows = [head, ("---", "---", "---", "---:", "---", "---:", "---:", "---:")]
+    for x in json.loads(RECORD.read_text())["compiled"]:
+        queries, keys, warps, stages = x["blocks"]
+        blocks = f"{queries} x {keys}, {warps}, {stages}"
+        memory = x["registers"], f"{x['stack']} B", f"{x['shared'] / 1024:.0f} KiB"
+        rows.append((x["target"], x["dtype"], f"`{x['pass']}`", x["d"], blocks, *memory))
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows).replace("\t", ", ")
+
+
 if __name__ == "__main__":
-    (target,) = sys.argv[1:]
-    for given in other_widths() if target == "widths" else shipped(target):
-        print(json.dumps(compile_one(*given)), flush=True)
+    if len(sys.argv) == 1:
+        write_record()
+    for target in sys.argv[1:]:
+        for given in other_widths() if target == "widths" else shipped(target):
+            print(json.dumps(compile_one(*given)), flush=True)
