@@ -134,7 +134,9 @@ def _loops(
     operations: list[tuple[str, str]], labels: dict[str, int], branch: str, leave: str, label: str
 ) -> list[tuple[int, int]]:
     """The innermost loops that multiply. What lies behind the end of the program only waits."""
-    end = max(i for i, (name, _) in enumerate(operations) if name.startswith(leave))
+    end = max(
+        (i for i, (name, _) in enumerate(operations) if name.startswith(leave)), default=len(operations)
+    )
     found = []
     for i, (name, arguments) in enumerate(operations[:end]):
         target = re.search(label, arguments) if re.match(branch, name) else None

@@ -40,7 +40,7 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
         256: Blocks(32, 32, 4, 2),
     },
     ("sm_80", "attend", 4): {64: Blocks(64, 32, 8, 1), 128: Blocks(16, 32, 4, 2)},
-    ("sm_80", "query_gradients", 4): {64: Blocks(32, 32, 4, 1), 128: Blocks(16, 16, 4, 1)},
+    ("sm_80", "query_gradients", 4): {64: Blocks(32, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
     ("sm_80", "key_gradients", 4): {64: Blocks(32, 32, 4, 1), 128: Blocks(16, 16, 4, 1)},
     ("sm_90", "attend", 2): {
         80: Blocks(128, 128, 8, 2),
@@ -74,6 +74,9 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     ("gfx942", "attend", 2): {128: Blocks(128, 64, 4, 2), 256: Blocks(64, 64, 4, 1)},
     ("gfx942", "query_gradients", 2): {128: Blocks(128, 32, 4, 2), 256: Blocks(64, 32, 4, 1)},
     ("gfx942", "key_gradients", 2): {128: Blocks(64, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
+    ("gfx942", "attend", 4): {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 1)},
+    ("gfx942", "query_gradients", 4): {64: Blocks(128, 32, 4, 2), 128: Blocks(128, 32, 4, 1)},
+    ("gfx942", "key_gradients", 4): {64: Blocks(64, 64, 4, 1), 128: Blocks(16, 32, 4, 2)},
 }
 
 
