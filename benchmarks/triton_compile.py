@@ -23,6 +23,7 @@ from dilated_attention_pytorch.plan.runs import COLUMN
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "benchmarks" / "results" / "triton.json", ROOT / "docs" / "gpu.md"
+TRITON_BEGIN, TRITON_END = "<!-- triton:begin -->\n", "<!-- triton:end -->"
 TARGETS: dict[tuning.Target, tuple[Any, ...]] = {  # backend, architecture, threads of a warp
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -176,10 +177,8 @@ def write_record() -> None:
     found = [compile_one(*given) for target in TARGETS for given in shipped(target)]
     lines = ",\n".join(json.dumps({name: x[name] for name in kept}) for x in found)
     RECORD.write_text(f'{{"triton": "{triton.__version__}", "compiled": [\n{lines}\n]}}\n')
-    PAGE.write_text(SECTION.sub(lambda x: x[1] + render() + x[3], PAGE.read_text()))
-
-
-SECTION = re.compile(r"(<!-- triton:begin -->\n)(.*?)(<!-- triton:end -->)", re.DOTALL)
+    before, _, rest = PAGE.read_text().partition(TRITON_BEGIN)
+    PAGE.write_text(before + TRITON_BEGIN + render() + TRITON_END + rest.partition(TRITON_END)[2])
 
 
 def render() -> str:

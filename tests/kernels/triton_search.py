@@ -35,7 +35,7 @@ from dilated_attention_pytorch.reference import (
 
 TRITON = Execution("triton")
 NAMES = ("out", "lse", "dq", "dk", "dv")
-DILATED, BLOCKS = 56, 16
+DILATED, BLOCKS = 50, 12
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -56,7 +56,7 @@ def gpu_check(parser: ArgumentParser) -> None:
     The report is meant to be sent back: this project has had no GPU. With TRITON_INTERPRET=1 in the
     environment it rehearses on the CPU, and times nothing. Exit code 1 if a check fails.
 
-        dilated-attention gpu-check
+        dilated-attention gpu-check --out report.json
         TRITON_INTERPRET=1 dilated-attention gpu-check --quick
     """
     report = Path("dilated-attention-gpu.json")

@@ -41,7 +41,7 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     },
     ("sm_80", "attend", 4): {64: Blocks(64, 32, 8, 1), 128: Blocks(16, 32, 4, 2)},
     ("sm_80", "query_gradients", 4): {64: Blocks(32, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_80", "key_gradients", 4): {64: Blocks(32, 32, 4, 1), 128: Blocks(16, 16, 4, 1)},
+    ("sm_80", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
     ("sm_90", "attend", 2): {
         80: Blocks(128, 128, 8, 2),
         128: Blocks(128, 64, 8, 2),
@@ -59,6 +59,9 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
         128: Blocks(64, 64, 8, 2),
         256: Blocks(32, 64, 8, 2),
     },
+    ("sm_90", "attend", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_90", "query_gradients", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_90", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
     ("sm_100", "attend", 2): {
         64: Blocks(128, 64, 4, 2),
         96: Blocks(128, 64, 8, 1),
@@ -71,6 +74,9 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
         128: Blocks(64, 128, 8, 1),
         256: Blocks(32, 64, 8, 1),
     },
+    ("sm_100", "attend", 4): {64: Blocks(64, 64, 8, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_100", "query_gradients", 4): {64: Blocks(64, 32, 8, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_100", "key_gradients", 4): {64: Blocks(32, 64, 8, 2), 128: Blocks(16, 16, 4, 2)},
     ("gfx942", "attend", 2): {128: Blocks(128, 64, 4, 2), 256: Blocks(64, 64, 4, 1)},
     ("gfx942", "query_gradients", 2): {128: Blocks(128, 32, 4, 2), 256: Blocks(64, 32, 4, 1)},
     ("gfx942", "key_gradients", 2): {128: Blocks(64, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
