@@ -41,7 +41,7 @@ def source(which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.B
     from dilated_attention_pytorch.kernels.triton import attend, gradients
 
     kernel = getattr(attend if which == "attend" else gradients, which)
-    p0, p1 = tuning.head_parts(d)
+    p0, p1 = tuning.head_parts(d, 4 if dtype == "fp32" else 2)
     constants: dict[str, Any] = {
         **dict.fromkeys(("CARRIES", "CAUSAL", "ONE_RUN"), True),
         **dict.fromkeys(("MASKED", "PHANTOM", "DROPS", "NEGATES", "HAS_DLSE", "WIDE"), False),
@@ -166,7 +166,7 @@ def shipped(target: str) -> Any:
 
 
 def other_widths() -> Any:
-    for d in (20, 40, 48, 72, 80, 96):
+    for d in (20, 40, 48, 72, 96):
         yield "attend", "sm_80", "bf16", d, tuning.blocks_for("sm_80", "attend", 2, d)
 
 

@@ -203,7 +203,10 @@ PARTS_OF_HEADS |= {72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0), 160:
 
 @pytest.mark.parametrize("d", list(PARTS_OF_HEADS))
 def test_heads_are_split_where_that_is_cheaper_than_padding(d: int) -> None:
-    assert tuning.head_parts(d) == PARTS_OF_HEADS[d]
+    assert tuning.head_parts(d, 2) == PARTS_OF_HEADS[d]
+    first, second = tuning.head_parts(d, 4)
+    assert d <= first + second <= max(16, 2 * d - 1)
+    assert second == 0 or second >= 32
 
 
 def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

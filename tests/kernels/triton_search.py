@@ -255,7 +255,7 @@ def far_apart(number: int) -> None:
 CALLS = [
     *((dilated, i) for i in range(DILATED)),
     *((blocks, i) for i in range(BLOCKS)),
-    *((spoilt, i) for i in range(12)),
+    *((spoilt, i) for i in (0, 1, 3, 4, 5, 9, 11)),
     *((far_apart, i) for i in range(2)),
     (dropout, 0),
     (brain_floats, 0),

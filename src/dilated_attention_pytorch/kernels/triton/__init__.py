@@ -190,7 +190,7 @@ class _Call:
         else:
             facts |= {"OPENS": COLUMN[opens], "ONE_RUN": launch.has_one_run}
         p = self.inputs.dropout_p
-        parts = head_parts(d)
+        parts = head_parts(d, self.q.element_size())
         if not launch.number:
             return
         with _on(self.q.device):

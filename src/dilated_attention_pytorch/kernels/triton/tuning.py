@@ -79,7 +79,11 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     ("sm_100", "key_gradients", 4): {64: Blocks(32, 64, 8, 2), 128: Blocks(16, 16, 4, 2)},
     ("gfx942", "attend", 2): {128: Blocks(128, 64, 4, 2), 256: Blocks(64, 64, 4, 1)},
     ("gfx942", "query_gradients", 2): {128: Blocks(128, 32, 4, 2), 256: Blocks(64, 32, 4, 1)},
-    ("gfx942", "key_gradients", 2): {128: Blocks(64, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
+    ("gfx942", "key_gradients", 2): {
+        96: Blocks(64, 64, 4, 1),
+        128: Blocks(32, 64, 4, 1),
+        256: Blocks(32, 32, 4, 1),
+    },
     ("gfx942", "attend", 4): {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 1)},
     ("gfx942", "query_gradients", 4): {64: Blocks(128, 32, 4, 2), 128: Blocks(128, 32, 4, 1)},
     ("gfx942", "key_gradients", 4): {64: Blocks(64, 64, 4, 1), 128: Blocks(16, 32, 4, 2)},
@@ -100,12 +104,13 @@ def most_features(target: Target, itemsize: int) -> int:
     return min(max(row) for (name, _, size), row in TABLE.items() if (name, size) == (target, itemsize))
 
 
-def head_parts(d: int) -> tuple[int, int]:
+def head_parts(d: int, itemsize: int) -> tuple[int, int]:
     """Powers of two that hold d features: one, or two where that leaves fewer of them unused."""
+    least = 16 if itemsize == 2 else 32  # of the second; a smaller one makes programs of float32 spill
     whole = max(16, 1 << (d - 1).bit_length())
     first = whole // 2
-    second = max(16, 1 << (d - first - 1).bit_length())
-    return (first, second) if first >= 16 and first < d and first + second < whole else (whole, 0)
+    second = max(least, 1 << max(0, d - first - 1).bit_length())
+    return (first, second) if 16 <= first < d and first + second < whole else (whole, 0)
 
 
 def precision(target: str) -> str:
