@@ -32,7 +32,13 @@ if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
 # What takes longest, much of it in processes of its own. It comes first: a worker of pytest-xdist that is
 # done takes over from the end of another's list, and a long test there would leave cores idle.
 FIRST = {"bench", "cli", "core", "demo", "docs", "ring", "train"}
-FIRST |= {"test_block_exactness.py", "test_exactness.py", "test_examples.py", "test_readme.py"}
+FIRST |= {
+    "test_block_exactness.py",
+    "test_exactness.py",
+    "test_examples.py",
+    "test_readme.py",
+    "test_triton.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,6 +30,7 @@ FLOORS = [
 # What a room may import beyond torch, inside the functions that use it.
 EXTRAS = {
     "cli": {"matplotlib"},
+    "kernels": {"triton"},
     "plan": {"matplotlib"},
     "modules": {"safetensors", "huggingface_hub"},
     "integrations": {"transformers"},

@@ -32,6 +32,7 @@ from .kernels import Inputs, Kernel, Merged, Request, choose_kernel
 from .plan import (
     BYTES_A_THREAD,
     DEFAULT_WORKSPACE_BYTES,
+    UNBOUNDED,
     BlockPattern,
     Pass,
     Plan,
@@ -99,18 +100,19 @@ class Tensors(NamedTuple):
         return Shape.of(self.q, self.k)
 
 
-def attention_inputs(options: RunOptions, tensors: Tensors, workspace: Workspace) -> tuple[Kernel, Inputs]:
-    """The kernel that runs a call, and what it takes besides a plan."""
+def attention_inputs(
+    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False
+) -> tuple[Kernel, Inputs]:
+    """The kernel that runs a call, and what it takes besides a plan; `streams`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    kernel = _kernel_of(options, tensors)
+    kernel = _kernel_of(options, tensors, streams)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
 
 
-def _kernel_of(options: RunOptions, tensors: Tensors) -> Kernel:
-    q, has_mask = tensors.q, tensors.key_mask is not None
-    request = Request(q.device, q.dtype, has_mask, options.dropout_p > 0, options.scale)
-    return choose_kernel(request, options.kernel)
+def _kernel_of(options: RunOptions, tensors: Tensors, streams: bool = False) -> Kernel:
+    q, facts = tensors.q, (tensors.key_mask is not None, options.dropout_p > 0, options.scale)
+    return choose_kernel(Request(q.device, q.dtype, *facts, q.shape[-1], streams), options.kernel)
 
 
 class Dilated(NamedTuple):
@@ -175,7 +177,7 @@ class BlockSparse(NamedTuple):
         shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
         pattern = self.pattern(options, tensors)
         facts: dict[str, Any] = {"itemsize": itemsize, "direction": direction, "workspace_bytes": size}
-        facts["joins"] = not once
+        facts["joins"] = not once and size < UNBOUNDED
         build = partial(plan_blocks, pattern, shape, **facts)
         key = ("blocks", self.recipe, self.spec.is_causal, shape, *facts.values())
         plan: Plan = self._kept(get_global_pattern_cache, options, key, build)
@@ -274,6 +276,7 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
         sized = options._replace(workspace_bytes=workspace_bytes) if resized else options
         kernel, inputs = attention_inputs(sized, tensors, workspace)
         once = kernel.each_key_once and is_joint
+        sized = sized if kernel.packs else sized._replace(workspace_bytes=UNBOUNDED)
         if merged is None:
             return kernel.forward(work.plan(sized, tensors, "forward", once), inputs)
         return kernel.backward(work.plan(sized, tensors, "backward", once), inputs, merged)
@@ -372,13 +375,11 @@ torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fa
 def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
     """Of the matrix products, 2 forward and 5 backward; with `detach_mixing` backward attends again.
 
-    Counted are the pairs that the kernel scores; meta tensors, which no kernel runs, count those of
-    the definition.
+    Counted are the pairs that the kernel scores: only on a CPU may they be fewer than the definition's.
     """
     tensors, work, options = _read_call(args)
     matmuls = 2 if direction == "forward" else 7 if work.spec.detach_mixing else 5
-    runs = tensors.q.device.type != "meta"
-    once = runs and _is_joint(work, options, tensors, direction)
+    once = tensors.q.device.type == "cpu" and _is_joint(work, options, tensors, direction)
     once = once and _kernel_of(options, tensors).each_key_once
     return 2 * matmuls * work.plan(options, tensors, direction, once).num_pairs * tensors.q.shape[-1]
 

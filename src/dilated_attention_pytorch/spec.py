@@ -26,7 +26,7 @@ from .checks import (
 HeadMixing = Literal["all", "grouped"]
 HeadOffsets = Literal["interleaved", "blocked"]
 Tail = Literal["exact", "phantom"]
-KernelName = Literal["auto", "native", "stock", "eager"]
+KernelName = Literal["auto", "native", "triton", "stock", "eager"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
 DEFAULT_DILATION_RATES = (1, 2, 4)
@@ -117,8 +117,9 @@ class Execution:
     """How a call runs, not what it computes. Hashable and free of tensors; validated on construction.
 
     Args:
-        kernel: "native" is this library's own for CPUs, "stock" torch's fused attention, "eager" runs
-            everywhere; a named kernel runs or raises why it cannot. "auto" takes the first that can.
+        kernel: "native" is this library's own for CPUs, "triton" that for GPUs, "stock" torch's fused
+            attention, "eager" runs everywhere; a named kernel runs or raises why it cannot. "auto" takes the
+            first that can.
         workspace_bytes: what gathered rows and accumulators may take. By default 32 MiB for dilated, 4 MiB a
             thread for block-sparse attention.
         memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees

@@ -26,10 +26,11 @@ SENTENCE = re.compile(rf"\d ?{UNIT}|\d ?(?:%|times|x) {THAN}|(?:takes|took) \d\.
 # Sections that are computed and not measured, and the tests that compare them.
 COMPUTED = {
     "plan": "tests/cli/bench/test_suites.py",
+    "triton": "tests/kernels/test_triton.py",
     "families": "tests/integrations/test_transformers_sweep.py",
 }
 # A record that one of those tests compares, with its own rendering.
-COMPARED = {"transformers.json"}
+COMPARED = {"transformers.json", "triton.json"}
 
 
 def renderings(page: str) -> dict[str, str]:

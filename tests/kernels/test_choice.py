@@ -65,5 +65,7 @@ def test_the_public_function_passes_the_choice_on() -> None:
     with pytest.raises(ValueError, match="kernel 'stock' cannot run this call: it has no dropout"):
         dilated_attention(x, x, x, [4], [1], execution=Execution("stock"), dropout_p=0.1)
     for unknown in ("cuda", "cpu_flash", "fast"):
-        with pytest.raises(ValueError, match=f"one of 'auto', 'native', 'stock', 'eager', got '{unknown}'"):
+        with pytest.raises(
+            ValueError, match=f"one of 'auto', 'native', 'triton', 'stock', 'eager', got '{unknown}'"
+        ):
             Execution(unknown)

@@ -1,4 +1,4 @@
-"""The options of `demo`, `doctor`, `show` and `plan`, whose modules import torch: help must not wait for it.
+"""The options of commands whose modules import torch: help must not wait for it.
 
 A function a command; its docstring is the description in the help.
 """
@@ -47,6 +47,23 @@ def doctor(parser: ArgumentParser) -> None:
         dilated-attention doctor --json > facts.json
     """
     _add_json(parser, "print the facts and checks as JSON")
+
+
+def gpu_check(parser: ArgumentParser) -> None:
+    """Checks the kernels of a GPU against the definition, runs them twice for the same bits, and times them.
+
+    Beside PyTorch's dense attention and FlexAttention and, where they are installed, flash-attn and NATTEN.
+    The report is meant to be sent back: this project has had no GPU. With TRITON_INTERPRET=1 in the
+    environment it rehearses on the CPU, and times nothing. Exit code 1 if a check fails.
+
+        dilated-attention gpu-check --out report.json
+        TRITON_INTERPRET=1 dilated-attention gpu-check --quick
+    """
+    report = Path("dilated-attention-gpu.json")
+    add = parser.add_argument
+    add("--device", default="cuda", help="(default: cuda)")
+    add("--quick", action="store_true", help="a few of the checks, and the shortest length")
+    add("--out", type=Path, default=report, metavar="FILE", help=f"the report (default: {report})")
 
 
 def show(parser: ArgumentParser) -> None:

@@ -32,7 +32,7 @@ OPTIONAL = {
     "safetensors": "models that are saved and loaded",
     "tensorboard": "curves of the trainer",
     "transformers": "this attention inside Hugging Face models",
-    "triton": "torch.compile on a GPU",
+    "triton": "this library's kernel for GPUs; torch.compile there",
 }
 LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
 # Long enough for kernels that take all branches of a query at once.

@@ -27,6 +27,7 @@ TRACEBACK = "DILATED_ATTENTION_TRACEBACK"  # set in the environment, errors keep
 COMMANDS = {
     "demo": "check, measure and train on this machine, and write a report of it",
     "doctor": "what is installed, what can run here, and a check against the definition",
+    "gpu-check": "check, repeat and time the kernels of a GPU, and write a report of it",
     "show": "draw what attends to what, with coverage and receptive field",
     "plan": "propose settings for a length, with memory, FLOPs, reasons and code",
     "bench": "compare modules by name, measure time, memory and limits",
@@ -93,7 +94,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def make_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command, with its description."""
-    add_arguments = getattr(described, name, None)
+    add_arguments = getattr(described, name.replace("-", "_"), None)
     text = inspect.getdoc(add_arguments)
     if add_arguments is None:
         module = _import(name)
@@ -124,7 +125,7 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, arguments: Sequence
 
 
 def _import(command: str) -> ModuleType:
-    return importlib.import_module(f".{command}", __package__)
+    return importlib.import_module(f".{command.replace('-', '_')}", __package__)
 
 
 def _without_command(given: Sequence[str]) -> int:

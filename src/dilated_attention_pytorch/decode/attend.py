@@ -59,6 +59,9 @@ class Stream:
     def runs(self) -> tuple[KeyRun, ...]:
         return key_runs(self.spec, self.num_heads, self.num_kv_heads)
 
+    def request(self, q: Tensor, scale: float) -> Request:
+        return Request(q.device, q.dtype, scale=scale, head_dim=q.shape[-1], streams=True)
+
     def selected(self, position: int) -> list[KeyRun]:
         """The runs that the query at a position reads, and that its key joins."""
         return [run for run in self.runs if position % run.window % run.rate == run.offset]
@@ -70,7 +73,7 @@ class Stream:
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         how = How(False, self.spec.scale_for(q.shape[-1]))
-        op = choose_kernel(Request(q.device, q.dtype, scale=how.scale), self.execution.kernel).op
+        op = choose_kernel(self.request(q, how.scale), self.execution.kernel).op
         row_dtype = dtype if op.widens else q.dtype
         for run in self.selected(position):
             heads = run.query_index
@@ -92,7 +95,7 @@ class Stream:
         # Segments begin anew after each common multiple: smaller numbers find the plan of an earlier call.
         start %= math.lcm(*self.spec.segment_lengths)
         scale = self.spec.scale_for(q.shape[-1])
-        kernel = choose_kernel(Request(q.device, q.dtype, scale=scale), self.execution.kernel)
+        kernel = choose_kernel(self.request(q, scale), self.execution.kernel)
         inputs = Inputs(q, k, v, None, scale, 0.0, 0, Workspace())
         shape, shard = inputs.shape, Shard(start + q.shape[1], start, self.num_heads, 0)
         plan = plan_dilated(

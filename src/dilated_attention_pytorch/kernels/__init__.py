@@ -10,7 +10,7 @@ import torch
 
 from ..checks import one_of
 from ..spec import KernelName
-from . import cpu_flash, cuda, native, stock
+from . import cpu_flash, cuda, native, stock, triton
 from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
 from .eager import EAGER_OP
 
@@ -29,18 +29,23 @@ CUDA = _over("stock", cuda.CUDA, cuda.why_not)
 NATIVE = Kernel(
     "native", native.why_not, native.forward, native.backward, native.NATIVE_OP, each_key_once=True
 )
+TRITON = Kernel("triton", triton.why_not, triton.forward, triton.backward, cuda.CUDA, packs=False)
 EAGER = _over("eager", EAGER_OP, _never)
 
 
 def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
     """The kernels of a device, in the order of preference; the last one can always run."""
-    return (CUDA, EAGER) if device.type == "cuda" else (NATIVE, CPU_FLASH, EAGER)
+    return (TRITON, CUDA, EAGER) if device.type == "cuda" else (NATIVE, CPU_FLASH, EAGER)
 
 
 def choose_kernel(request: Request, name: str = "auto") -> Kernel:
     """The first kernel that can run the request, or exactly the one named, or an error that says why not."""
     one_of("kernel", name, get_args(KernelName))
-    for kernel in kernels_for(request.device):
+    kernels = kernels_for(request.device)
+    if name not in ("auto", *(kernel.name for kernel in kernels)):
+        # To say why not; and the interpreter of Triton takes CPU tensors when it is named.
+        kernels = NATIVE, TRITON
+    for kernel in kernels:
         if name in ("auto", kernel.name):
             reason = kernel.why_not(request)
             if reason is None:

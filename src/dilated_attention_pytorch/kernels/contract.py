@@ -22,6 +22,8 @@ class Request(NamedTuple):
     masked: bool = False
     dropout: bool = False
     scale: float = 1.0
+    head_dim: int = 64
+    streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
 
 
 class Dropout(NamedTuple):
@@ -137,3 +139,4 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
     op: Op  # what it attends packed rows with
     each_key_once: bool = False  # whether it takes all branches of a query in one job
+    packs: bool = True  # whether it gathers rows, so that the workspace bounds its jobs

@@ -5,11 +5,12 @@ from .block_sparse import BYTES_A_THREAD, plan_blocks
 from .build_pattern import build_pattern, choose_blocks
 from .dilated import Shard, plan_crossing, plan_dilated
 from .once import once_pays, plan_once
-from .runs import DEFAULT_WORKSPACE_BYTES, Job, Pass, Plan, Range, Region, Run, Shape
+from .runs import DEFAULT_WORKSPACE_BYTES, UNBOUNDED, Job, Pass, Plan, Range, Region, Run, Shape
 
 __all__ = [
     "BYTES_A_THREAD",
     "DEFAULT_WORKSPACE_BYTES",
+    "UNBOUNDED",
     "BlockPattern",
     "Job",
     "Pass",

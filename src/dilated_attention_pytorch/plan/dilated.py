@@ -16,6 +16,7 @@ from ..spec import DilatedSpec
 from .runs import (
     COLUMN,
     DEFAULT_WORKSPACE_BYTES,
+    UNBOUNDED,
     Pass,
     Plan,
     Range,
@@ -224,7 +225,7 @@ class JobBuilder:
         parts = -(-heads // heads_fit)
         parts = -(-heads // -(-heads // parts))
         fit = self.budget // (self.row_bytes * (-(-heads // parts) + 1))
-        fit = fit.clamp(MIN_ROWS, MAX_ROWS)
+        fit = fit.clamp(MIN_ROWS, MAX_ROWS if self.budget < UNBOUNDED // 2 else None)
         q_size, k_size = (-(-x // -(-x // fit)) for x in (queries, keys))
         q_num, k_num = -(-queries // q_size), -(-keys // k_size)
         job, number = numbered(parts * q_num * k_num)

@@ -21,6 +21,7 @@ from .block_pattern import raw_bytes
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
+UNBOUNDED = 2**60  # bytes of a workspace that cuts nothing, for kernels that pack no rows
 
 
 class Shape(NamedTuple):

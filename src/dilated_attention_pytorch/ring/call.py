@@ -165,7 +165,8 @@ class RankCall:
         direction: Pass = "forward" if merged is None else "backward"
         device, rank = tensors.q.device, self.ring.rank
         with without_autocast(device), self.workspace(device) as workspace:
-            kernel, inputs = attention_inputs(self.options, tensors, workspace)
+            streams = self.schedule.strategy == "ring"
+            kernel, inputs = attention_inputs(self.options, tensors, workspace, streams)
             plan, remote = self.schedule.plan(rank, direction), []
             if self.schedule.steps(rank):
                 remote = [RingKV(self.ring, self.schedule, inputs, direction)]

@@ -1,0 +1,118 @@
+"""Sizes of blocks, by target, pass, size of the numbers and head size: what compiles without spills."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Target = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
+Pass = Literal["attend", "query_gradients", "key_gradients"]
+
+
+class Blocks(NamedTuple):
+    """Query rows and keys of a tile, warps of a program, tiles that are loaded ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the features of a head, up to which they hold. On GPUs for desktops, which are like sm_80, a program has
+# 99 KiB of shared memory. Heads of 80 features have a part of 16, which more warps would read in halves.
+TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
+    ("sm_80", "attend", 2): {
+        64: Blocks(128, 64, 4, 2),
+        80: Blocks(64, 64, 4, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 32, 8, 2),
+    },
+    ("sm_80", "query_gradients", 2): {
+        64: Blocks(128, 64, 8, 2),
+        80: Blocks(64, 64, 4, 2),
+        96: Blocks(128, 64, 8, 2),
+        128: Blocks(64, 64, 4, 2),
+        256: Blocks(32, 32, 4, 2),
+    },
+    ("sm_80", "key_gradients", 2): {
+        64: Blocks(64, 64, 4, 2),
+        96: Blocks(32, 64, 4, 2),
+        128: Blocks(64, 64, 8, 2),
+        256: Blocks(32, 32, 4, 2),
+    },
+    ("sm_80", "attend", 4): {64: Blocks(64, 32, 8, 1), 128: Blocks(16, 32, 4, 2)},
+    ("sm_80", "query_gradients", 4): {64: Blocks(32, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_80", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
+    ("sm_90", "attend", 2): {
+        80: Blocks(128, 128, 8, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 64, 8, 2),
+    },
+    ("sm_90", "query_gradients", 2): {
+        64: Blocks(128, 64, 8, 2),
+        80: Blocks(128, 128, 8, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 64, 8, 2),
+    },
+    ("sm_90", "key_gradients", 2): {
+        64: Blocks(64, 128, 8, 2),
+        96: Blocks(64, 64, 8, 1),
+        128: Blocks(64, 64, 8, 2),
+        256: Blocks(32, 64, 8, 2),
+    },
+    ("sm_90", "attend", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_90", "query_gradients", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_90", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
+    ("sm_100", "attend", 2): {
+        64: Blocks(128, 64, 4, 2),
+        96: Blocks(128, 64, 8, 1),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 64, 8, 2),
+    },
+    ("sm_100", "query_gradients", 2): {128: Blocks(128, 64, 8, 2), 256: Blocks(64, 64, 8, 1)},
+    ("sm_100", "key_gradients", 2): {
+        64: Blocks(64, 128, 8, 2),
+        128: Blocks(64, 128, 8, 1),
+        256: Blocks(32, 64, 8, 1),
+    },
+    ("sm_100", "attend", 4): {64: Blocks(64, 64, 8, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_100", "query_gradients", 4): {64: Blocks(64, 32, 8, 2), 128: Blocks(16, 32, 4, 2)},
+    ("sm_100", "key_gradients", 4): {64: Blocks(32, 64, 8, 2), 128: Blocks(16, 16, 4, 2)},
+    ("gfx942", "attend", 2): {128: Blocks(128, 64, 4, 2), 256: Blocks(64, 64, 4, 1)},
+    ("gfx942", "query_gradients", 2): {128: Blocks(128, 32, 4, 2), 256: Blocks(64, 32, 4, 1)},
+    ("gfx942", "key_gradients", 2): {
+        96: Blocks(64, 64, 4, 1),
+        128: Blocks(32, 64, 4, 1),
+        256: Blocks(32, 32, 4, 1),
+    },
+    ("gfx942", "attend", 4): {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 1)},
+    ("gfx942", "query_gradients", 4): {64: Blocks(128, 32, 4, 2), 128: Blocks(128, 32, 4, 1)},
+    ("gfx942", "key_gradients", 4): {64: Blocks(64, 64, 4, 1), 128: Blocks(16, 32, 4, 2)},
+}
+
+
+def blocks_for(target: Target, which: Pass, itemsize: int, d: int) -> Blocks:
+    if target == "interpreter":
+        return Blocks(32, 32, 1, 1)
+    row = TABLE[target, which, itemsize]
+    return row[min(size for size in row if size >= d)]
+
+
+def most_features(target: Target, itemsize: int) -> int:
+    """The largest head that all passes have blocks for."""
+    if target == "interpreter":
+        return 256
+    return min(max(row) for (name, _, size), row in TABLE.items() if (name, size) == (target, itemsize))
+
+
+def head_parts(d: int, itemsize: int) -> tuple[int, int]:
+    """Powers of two that hold d features: one, or two where that leaves fewer of them unused."""
+    least = 16 if itemsize == 2 else 32  # of the second; a smaller one makes programs of float32 spill
+    whole = max(16, 1 << (d - 1).bit_length())
+    first = whole // 2
+    second = max(least, 1 << max(0, d - first - 1).bit_length())
+    return (first, second) if 16 <= first < d and first + second < whole else (whole, 0)
+
+
+def precision(target: str) -> str:
+    """How float32 is multiplied: as three products of tf32 where that is faster and as exact."""
+    return "tf32x3" if target.startswith("sm") else "ieee"
