@@ -28,7 +28,8 @@ CUT_OFF = """() => [...document.querySelectorAll(".wide")].filter(x => x.scrollW
   .map(x => x.innerText.slice(0, 60))"""
 SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.stem != "transformers")  # of the bench
+OTHERS = ("transformers", "triton")  # records of a sweep and of compilers
+RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.stem not in OTHERS)  # of the bench
 
 
 class Tab:
