@@ -201,7 +201,7 @@ def test_a_causal_tile_that_holds_only_later_keys_is_cut() -> None:
 
 @needs_compiler
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     try:
         library = build.build(tmp_path / "native.so", *flags)
     except build.BuildError as error:
