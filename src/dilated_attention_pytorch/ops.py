@@ -269,26 +269,28 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     tensors, work, options = _read_call(args)
-    is_joint = _is_joint(work, options, tensors, "forward" if merged is None else "backward")
+    direction: Pass = "forward" if merged is None else "backward"
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         resized = workspace_bytes != options.workspace_bytes
         sized = options._replace(workspace_bytes=workspace_bytes) if resized else options
         kernel, inputs = attention_inputs(sized, tensors, workspace)
-        once = kernel.each_key_once and is_joint
+        once = _is_once(kernel, work, options, tensors, direction)
         sized = sized if kernel.packs else sized._replace(workspace_bytes=UNBOUNDED)
-        if merged is None:
-            return kernel.forward(work.plan(sized, tensors, "forward", once), inputs)
-        return kernel.backward(work.plan(sized, tensors, "backward", once), inputs, merged)
+        plan = work.plan(sized, tensors, direction, once)
+        return kernel.forward(plan, inputs) if merged is None else kernel.backward(plan, inputs, merged)
 
     device = tensors.q.device
     with without_autocast(device):
         return run_with_memory(options.memory, options.workspace_bytes, device, attend)
 
 
-def _is_joint(work: Dilated | BlockSparse, options: RunOptions, tensors: Tensors, direction: Pass) -> bool:
-    """Whether all branches of a query can be one job: not if backward needs the outputs of each."""
-    return work.is_joint(tensors) and not (options.detaches and direction == "backward")
+def _is_once(
+    kernel: Kernel, work: Dilated | BlockSparse, options: RunOptions, tensors: Tensors, direction: Pass
+) -> bool:
+    """Whether all branches of a query are one job: not if backward needs the outputs of each."""
+    needs_each = options.detaches and direction == "backward"
+    return kernel.each_key_once and not needs_each and work.is_joint(tensors)
 
 
 def _read_call(args: tuple[Any, ...]) -> tuple[Tensors, Dilated | BlockSparse, RunOptions]:
@@ -379,8 +381,9 @@ def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
     """
     tensors, work, options = _read_call(args)
     matmuls = 2 if direction == "forward" else 7 if work.spec.detach_mixing else 5
-    once = tensors.q.device.type == "cpu" and _is_joint(work, options, tensors, direction)
-    once = once and _kernel_of(options, tensors).each_key_once
+    once = tensors.q.device.type == "cpu" and _is_once(
+        _kernel_of(options, tensors), work, options, tensors, direction
+    )
     return 2 * matmuls * work.plan(options, tensors, direction, once).num_pairs * tensors.q.shape[-1]
 
 

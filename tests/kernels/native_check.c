@@ -9,7 +9,7 @@
 int64_t dap_forward_scratch(int64_t d, int64_t most_rows);
 int64_t dap_backward_scratch(int64_t d, int64_t most_rows, int64_t summed);
 int dap_forward(const call* a);
-int dap_backward(const grad_call* g, const grad_task* tasks, int64_t num);
+void dap_backward(const grad_call* g, const grad_task* tasks, int64_t num);
 const char* dap_isa(void);
 
 enum { N = 150, H = 2, MOST_D = 72, SIZE = N * H * MOST_D };
@@ -75,7 +75,7 @@ static void check(int d, int dtype, int causal, int phantom, int masked, int ste
   const grad_task task = {0, 0, 1, 0, N};
   g.order = order;
   g.a.scratch_bytes = dap_backward_scratch(d, H * rows, dtype ? N : 0);
-  if (dap_backward(&g, &task, 1)) exit(2);
+  dap_backward(&g, &task, 1);
 
   memset(out, 0, sizeof out), memset(dq, 0, sizeof dq), memset(dk, 0, sizeof dk), memset(dv, 0, sizeof dv);
   for (int i = 0; i < N * H; i++) lse[i] = -INFINITY;

@@ -234,8 +234,7 @@ static void backward(const grad_call* g, const grad_task* t, char* memory) {
   w->row = take(&next, d);
   empty(&w->keys);
   const int64_t* job = g->a.jobs + g->order[t->first] * NUM_COLUMNS;
-  const long at_k = job[BATCH] * g->dk.batch + job[KV] * g->dk.head + t->from * g->dk.time;
-  const long at_v = job[BATCH] * g->dv.batch + job[KV] * g->dv.head + t->from * g->dv.time;
+  const long at_k = keys_of(job, &g->dk) + t->from * g->dk.time, at_v = keys_of(job, &g->dv) + t->from * g->dv.time;
   /* Sums are kept where they belong, in memory of the caller's, or here. */
   w->step = d;
   w->from = t->from;

@@ -105,6 +105,9 @@ static int is_finite(const float* row, long d) {
   return !any(sum != splat(0));
 }
 
+/* Where the key head of a job begins in a tensor of keys. */
+INL long keys_of(const int64_t* job, const tensor* x) { return job[BATCH] * x->batch + job[KV] * x->head; }
+
 /* Gathers the keys of a run that the queries at positions up to `latest` see; flushes each block that is full. */
 static void add_run(const call* a, block* b, const int64_t* job, const int64_t* run, int32_t earliest, int32_t latest, flush flush_block, void* context) {
   const long d = a->d, width = width_of(d), step = run[RUN_STEP], first = run[RUN_START] - job[START];
@@ -119,8 +122,8 @@ static void add_run(const call* a, block* b, const int64_t* job, const int64_t* 
   if (b->num && (is_cut || b->is_cut)) flush_block(context, b);
   if (b->num) b->is_run = 0;
   const float bias = log2f((float)run[RUN_MULTIPLICITY]);
-  const long k_at = job[BATCH] * a->k.batch + job[KV] * a->k.head, v_at = job[BATCH] * a->v.batch + job[KV] * a->v.head;
-  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + job[BATCH] * a->mask.batch + job[KV] * a->mask.head : NULL;
+  const long k_at = keys_of(job, &a->k), v_at = keys_of(job, &a->v);
+  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + keys_of(job, &a->mask) : NULL;
   for (long i = 0; i < count; i++) {
     const long time = run[RUN_START] + i * step;
     if (mask && !mask[time * a->mask.time]) continue;

@@ -151,9 +151,8 @@ int dap_forward(const call* a) {
   return 0;
 }
 
-int dap_backward(const grad_call* g, const grad_task* tasks, int64_t num) {
+void dap_backward(const grad_call* g, const grad_task* tasks, int64_t num) {
   const char* name;
   crew c = {find_kernel(&name), g, tasks, g->a.scratch, g->a.scratch_bytes, num, 1, 0, 0};
   run_crew(&c, is_small(&g->a) ? 1 : g->a.threads);
-  return 0;
 }

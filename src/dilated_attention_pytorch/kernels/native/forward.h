@@ -115,13 +115,20 @@ INL void meet_rows(const long d, const work* w, const panel* p, const row_block*
   }
 }
 
+/* The same code for the usual head sizes, known when it is compiled. */
+static void meet_row_block(const work* w, const panel* p, row_block* b) {
+  const long d = w->a->d;
+  d == 64 ? meet_rows(64, w, p, b) : d == 128 ? meet_rows(128, w, p, b) : meet_rows(d, w, p, b);
+  b->num = 0;
+}
+
 /* The keys of a run that some of the few rows of a task see. */
 static void meet_run(const work* w, const int64_t* job, const int64_t* run) {
   const call* a = w->a;
   const panel* p = w->panels;
   const long d = a->d, width = width_of(d), step = run[RUN_STEP], first = run[RUN_START] - job[START];
-  const long k_at = job[BATCH] * a->k.batch + job[KV] * a->k.head, v_at = job[BATCH] * a->v.batch + job[KV] * a->v.head;
-  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + job[BATCH] * a->mask.batch + job[KV] * a->mask.head : NULL;
+  const long k_at = keys_of(job, &a->k), v_at = keys_of(job, &a->v);
+  const uint8_t* mask = a->mask.data ? (const uint8_t*)a->mask.data + keys_of(job, &a->mask) : NULL;
   row_block b = {.num = 0, .bias = log2f((float)run[RUN_MULTIPLICITY])};
   for (long i = 0; i < run[RUN_COUNT]; i++) {
     const long time = run[RUN_START] + i * step, t = b.num;
@@ -135,18 +142,16 @@ static void meet_run(const work* w, const int64_t* job, const int64_t* run) {
         read_row(w->keys.values + t * width, a->v.data, v_at + time * a->v.time, d, a->dtype);
         b.keys[t] = w->keys.keys + t * width;
         b.values[t] = w->keys.values + t * width;
-      } else if (step > 1) {
+      } else if (step > 1 && i + AHEAD < run[RUN_COUNT]) {
         fetch_row(a->k.data, k_at + (time + AHEAD * step) * a->k.time, d, 0);
         fetch_row(a->v.data, v_at + (time + AHEAD * step) * a->v.time, d, 0);
       }
       b.position[t] = job[CAUSAL] ? (int32_t)(first + i * step) : 0;
       b.num++;
     }
-    if (b.num < BLOCK) continue;
-    d == 64 ? meet_rows(64, w, p, &b) : d == 128 ? meet_rows(128, w, p, &b) : meet_rows(d, w, p, &b);
-    b.num = 0;
+    if (b.num == BLOCK) meet_row_block(w, p, &b);
   }
-  if (b.num) meet_rows(d, w, p, &b);
+  meet_row_block(w, p, &b);
 }
 
 /* Values that are not finite: times 0 they would spoil the queries that do not see them. */
@@ -213,7 +218,6 @@ static void open_panel(work* w, const int64_t* job, panel* p, int is_first) {
   const long d = a->d, lanes = p->vectors * VL, width = width_of(d);
   if (!lanes) {
     memset(p->out, 0, p->rows * width * 4);
-    memset(p->q, 0, p->rows * width * 4);
     for (long x = 0; x < p->rows; x++) {
       float* row = p->q + x * width;
       open_lane(a, job, p, x, row, p->out + x * width, 1, is_first);
