@@ -149,7 +149,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches = list[str]()
         self.bytes = 0
-        monkeypatch.setattr(triton._Call, "_launch", lambda *args, **_: self.record(*args))
+        monkeypatch.setattr(triton.Call, "_launch", lambda *args, **_: self.record(*args))
 
     def record(
         self, call: Any, which: str, launch: tables.Launch, opens: str, tensors: tuple[Tensor, ...]

@@ -21,17 +21,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dilated_attention_pytorch import (
     BlockPattern,
+    DilatedKVCache,
     DilatedSpec,
     Execution,
     block_sparse_attention,
     dilated_attention,
 )
 from dilated_attention_pytorch.functional import attend
+from dilated_attention_pytorch.kernels import How, packed
+from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.reference import (
     block_sparse_attention_reference,
     dilated_attention_reference,
     multiplicity,
 )
+from ring.calls import expect_shard, run_shard
+from ring.configurations import dilated as ring_call
+from support.ranks import run_ranks
 
 TRITON = Execution("triton")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -252,6 +258,64 @@ def far_apart(number: int) -> None:
     torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=4e-3)
 
 
+def packed_rows(number: int) -> None:
+    """The op of packed rows: few rows over keys that are split, masks by key head, causal rows."""
+    b, h, h_kv, n, m, causal, masked = (
+        (1, 4, 2, 1, 1100, False, False),
+        (2, 4, 2, 5, 600, False, True),
+        (3, 4, 2, 37, 37, True, False),
+    )[number]
+    rng = torch.Generator().manual_seed(number)
+    q, g = (torch.randn(b, h, n, 40, generator=rng) for _ in range(2))
+    k, v = (torch.randn(b, h_kv, m, 40, generator=rng) for _ in range(2))
+    mask = torch.rand(b, h_kv, m, generator=rng) > 0.5 if masked else None
+    if mask is not None:
+        mask[0, 0], k[0, 0, 1] = False, math.nan  # rows that see nothing, and a hidden NaN
+    found = []
+    for op, dtype in ((packed.TRITON_OP, torch.float32), (EAGER_OP, torch.float64)):
+        how, tensors = How(causal, -0.3, mask), [x.to(dtype) for x in (q, k, v)]
+        if mask is not None and dtype == torch.float64:
+            tensors[1].masked_fill_(~mask.unsqueeze(-1), 0.0)
+        out, lse = op.forward(*tensors, how)
+        weights = torch.randn(lse.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+        lse_or_inf = lse.masked_fill(lse == -math.inf, math.inf)
+        grads = op.backward(g.to(dtype), weights, *tensors, out, lse_or_inf, how)
+        found.append([out, lse, *grads])
+    compare(number, *found, None)
+
+
+def decoding(number: int) -> None:
+    """A prompt, more tokens at once and single ones through a cache, in float32 and float16."""
+    dtype, heads = ((torch.float32, (4, 2)), (torch.float16, (3, 3)))[number]
+    rng, n = torch.Generator().manual_seed(number), 45
+    q, k, v = (torch.randn(2, n, h, 24, generator=rng).to(dtype) for h in (heads[0], heads[1], heads[1]))
+    branches: dict[str, Any] = {"segment_lengths": (8, 24), "dilation_rates": (1, 3)}
+    given: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 24}
+    given |= {"batch_size": 2, "dtype": dtype, "execution": TRITON}
+    cache, found = DilatedKVCache(**branches, **given), []
+    with torch.no_grad():
+        for first, end in ((0, 30), (30, 41), (41, 42), (42, 43), (43, 44), (44, 45)):
+            found.append(cache.attend(*(x[:, first:end] for x in (q, k, v))))
+        want = dilated_attention_reference(*(x.double() for x in (q, k, v)), **branches, is_causal=True)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(torch.cat(found, 1).double(), want, atol=tolerance, rtol=tolerance)
+
+
+def check_shards(rank: int) -> None:
+    """Two ranks with this kernel against one process without it."""
+    torch.use_deterministic_algorithms(False)
+    sizes: dict[str, Any] = {"b": 2, "h": 4, "h_kv": 2, "d": 16, "dtype": torch.float32, "hidden": "some"}
+    branches = ((16, 1), (40, 2), (96, 3))
+    config = ring_call("triton", (23, 41), branches, **sizes, options={"is_causal": True})
+    got = run_shard(config, rank, kernel="triton")
+    for name, x, y in zip(NAMES, got, expect_shard(config, rank, got[0]), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def ring(_: int) -> None:
+    run_ranks(2, check_shards)
+
+
 CALLS = [
     *((dilated, i) for i in range(DILATED)),
     *((blocks, i) for i in range(BLOCKS)),
@@ -259,6 +323,9 @@ CALLS = [
     *((far_apart, i) for i in range(2)),
     (dropout, 0),
     (brain_floats, 0),
+    *((packed_rows, i) for i in range(3)),
+    *((decoding, i) for i in range(2)),
+    (ring, 0),
 ]
 
 if __name__ == "__main__":

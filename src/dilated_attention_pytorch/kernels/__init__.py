@@ -13,6 +13,7 @@ from ..spec import KernelName
 from . import cpu_flash, cuda, native, stock, triton
 from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
 from .eager import EAGER_OP
+from .triton import packed
 
 
 def _never(_request: Request) -> None:
@@ -29,7 +30,7 @@ CUDA = _over("stock", cuda.CUDA, cuda.why_not)
 NATIVE = Kernel(
     "native", native.why_not, native.forward, native.backward, native.NATIVE_OP, each_key_once=True
 )
-TRITON = Kernel("triton", triton.why_not, triton.forward, triton.backward, cuda.CUDA, packs=False)
+TRITON = Kernel("triton", triton.why_not, packed.forward, packed.backward, packed.TRITON_OP, packs=False)
 EAGER = _over("eager", EAGER_OP, _never)
 
 

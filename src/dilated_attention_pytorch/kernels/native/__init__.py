@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ...core.workspace import Workspace
-from ...plan.runs import COLUMN, Job, Plan, Shape
+from ...plan.runs import COLUMN, Plan
 from .. import stock
 from ..contract import How, Inputs, Merged, Op, RemoteKV, Request
+from ..packed import packed_backward, packed_inputs, packed_jobs, packed_plan
 from .tasks import tasks_of
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -239,41 +240,16 @@ def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return *rows, *(_NOTHING if mask is None else _place(mask))
 
 
-@lru_cache(maxsize=64)
-def _packed_jobs(b: int, h: int, h_kv: int, n: int, is_causal: bool, opens: bool) -> Tensor:
-    """A job for each batch and key head, with the rows of all its query heads."""
-    group, keys = h // h_kv, {"first_run": 0, "num_runs": 1, "causal": is_causal, "phantom": 0}
-    rows = {"head_step": 1, "start": 0, "step": 1, "count": n, "heads": group, "region": 0, "stage": 0}
-    met = {"branch": 0, "opens_branch": opens, "opens_queries": opens, "opens_keys": True}
-    pairs = [(batch, kv) for batch in range(b) for kv in range(h_kv)]
-    jobs = [Job(batch=i, kv=kv, head=kv * group, **keys, **rows, **met) for i, kv in pairs]
-    return torch.tensor(jobs, dtype=torch.int64)
-
-
-@lru_cache(maxsize=64)
-def _packed_plan(shape: Shape, num_keys: int, is_causal: bool) -> Plan:
-    jobs = _packed_jobs(shape.b, shape.h, shape.h_kv, shape.n, is_causal, True)
-    runs = torch.tensor([[0, 1, num_keys, 1]])
-    known = {"native": _Tables([jobs], shape.h // shape.h_kv * shape.n)}
-    return Plan(jobs, runs, shape, (), covers_queries=True, covers_keys=True, by_kernel=known)
-
-
-def _packed_inputs(q: Tensor, k: Tensor, v: Tensor, how: How) -> Inputs:
-    mask = None if how.mask is None else how.mask.transpose(1, 2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Inputs(q, k, v, mask, how.scale, 0.0, 0, Workspace())
-
-
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    inputs = _packed_inputs(q, k, v, how)
-    out, lse = forward(_packed_plan(inputs.shape, k.shape[2], how.is_causal), inputs)
+    inputs = packed_inputs(q, k, v, how)
+    out, lse = forward(packed_plan(inputs.shape, k.shape[2], how.is_causal), inputs)
     return out.transpose(1, 2), lse
 
 
 def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Tensor) -> None:
     """Goes straight to the library: a decoding step is many small calls, each with one key more."""
     (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
-    jobs, runs = _packed_jobs(b, h, h_kv, n, how.is_causal, False), array("q", (0, 1, m, 1))
+    jobs, runs = packed_jobs(b, h, h_kv, n, how.is_causal, opens=False), array("q", (0, 1, m, 1))
     q, k, v = _dense(q), _dense(k), _dense(v)
     rows = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
     mask = _NOTHING if how.mask is None else _place_packed(how.mask)
@@ -283,20 +259,4 @@ def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Te
     _check(_library().dap_forward(_call((*rows, *mask), tables, d, most_rows, memory, dtypes, how.scale)))
 
 
-def _backward_packed(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    how: How,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = _packed_inputs(q, k, v, how)
-    merged = Merged(out.transpose(1, 2), lse, grad_out.transpose(1, 2), grad_lse)
-    dq, dk, dv = backward(_packed_plan(inputs.shape, k.shape[2], how.is_causal), inputs, merged)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-NATIVE_OP = Op(_forward_packed, _backward_packed, join=_join_packed)
+NATIVE_OP = Op(_forward_packed, packed_backward(backward), join=_join_packed)

@@ -45,8 +45,8 @@ def why_not(request: Request) -> str | None:
         return f"{where}, and the tensors are on {request.device}"
     if request.dtype not in DTYPES:
         return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
-    if request.streams:
-        return "it takes all keys at once, and some are of other ranks or of a cache"
+    if request.streams and request.dropout:
+        return "it drops by position, and keys of other ranks or of a cache have none"
     if request.device.type == "cuda" and cuda._capability(request.device) < CAPABILITY:
         found = ".".join(map(str, cuda._capability(request.device)))
         return f"triton needs compute capability 8.0, and this device has {found}"
@@ -58,7 +58,7 @@ def why_not(request: Request) -> str | None:
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) and lse (b, h, n), in float32."""
-    call = _Call(plan, inputs)
+    call = Call(plan, inputs)
     b, n, h, _ = inputs.q.shape
     out = inputs.workspace.result(inputs.q.shape, inputs.q.dtype, inputs.q.device)
     lse = inputs.workspace.result((b, h, n), torch.float32, inputs.q.device)
@@ -72,7 +72,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    call = _Call(plan, inputs)
+    call = Call(plan, inputs)
     tensors = inputs.q, inputs.k, inputs.v
     results = [inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors]
     dq, dk, dv = wide = [call.widened(x) for x in results]
@@ -95,7 +95,7 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
     return dq, dk, dv
 
 
-class _Call:
+class Call:
     """The tensors, tables and numbers that the launches of a call have in common."""
 
     def __init__(self, plan: Plan, inputs: Inputs) -> None:
@@ -107,8 +107,10 @@ class _Call:
         self.mask = None
         if mask is not None:
             # A hidden key may hold anything, NaN included; as zeros it cannot reach a visible row.
-            k, v = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (k, v))
-            self.mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -math.inf)
+            hidden = ~(mask if mask.dim() == 3 else mask.unsqueeze(-1))  # (b, n, h_kv) or (b, n, 1)
+            k, v = (x.masked_fill(hidden.unsqueeze(-1), 0.0) for x in (k, v))
+            hidden = hidden.transpose(1, 2)
+            self.mask = torch.zeros(hidden.shape, device=mask.device).masked_fill_(hidden, -math.inf)
         self.k, self.v = k, v
         self.target = _target(inputs.q.device)
 
@@ -199,7 +201,10 @@ class _Call:
                 *(s // align for x in strided for s in x.stride()[:3]),
                 first_tile=launch.first,
                 n=n,
+                m=self.k.shape[1],
                 h=h,
+                mask_b=0 if self.mask is None else self.mask.stride(0),
+                mask_h=0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
                 seed=mix_seed(self.inputs.seed + launch.branch) if p else 0,
                 threshold=int(p * 2**31),
                 gain=1.0 / (1.0 - p) if p < 1.0 else 0.0,

@@ -128,11 +128,11 @@ def _fold_singly(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def attend(
-    Q, K, V, OUT, LSE, MASK, TILES, JOBS, RUNS, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, first_tile, n, h,
-    scale_log2, seed, threshold, gain, OPENS: tl.constexpr, CARRIES: tl.constexpr, ONE_RUN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PHANTOM: tl.constexpr, DROPS: tl.constexpr,
-    NEGATES: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, P0: tl.constexpr,
-    P1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+    Q, K, V, OUT, LSE, MASK, TILES, JOBS, RUNS, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, first_tile, n, m,
+    h, mask_b, mask_h, scale_log2, seed, threshold, gain, OPENS: tl.constexpr, CARRIES: tl.constexpr,
+    ONE_RUN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PHANTOM: tl.constexpr,
+    DROPS: tl.constexpr, NEGATES: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr,
+    P0: tl.constexpr, P1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
 ):
     """out and lse of a block of rows; CARRIES: some go on, where the column OPENS of their job is 0."""
     job, batch, head, position, step, num_rows = place_rows(TILES, JOBS, first_tile)
@@ -179,14 +179,14 @@ def attend(
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
         start, key_step, count, weight, by_all, by_any, last = look_at(
-            run, job, position, step, num_rows, CAUSAL, BLOCK_M, BLOCK_N
+            run, job, position, step, num_rows, m, CAUSAL, BLOCK_M, BLOCK_N
         )
         run += 4
         k_base = row_at(K, batch, kv, start, k_b, k_n, k_h, ALIGN)
         v_base = row_at(V, batch, kv, start, v_b, v_n, v_h, ALIGN)
         k_step = row_step(key_step, k_n, ALIGN)
         v_step = row_step(key_step, v_n, ALIGN)
-        mask_base = MASK + batch * n + start
+        mask_base = MASK + batch * mask_b + kv * mask_h + start
         even = by_any
         if CAUSAL:
             is_odd = _is_odd(v_base, v_step, by_all, by_any, 0, P0, D, BLOCK_N, WIDE)

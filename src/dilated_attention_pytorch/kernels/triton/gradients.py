@@ -75,11 +75,11 @@ def _fold_dq(
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
     Q, K, V, G, OUT, LSE, DLSE, DELTA, DQ, MASK, TILES, JOBS, RUNS, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n,
-    v_h, g_b, g_n, g_h, first_tile, n, h, scale, scale_log2, seed, threshold, gain, OPENS: tl.constexpr,
-    CARRIES: tl.constexpr, ONE_RUN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    HAS_DLSE: tl.constexpr, DROPS: tl.constexpr, NEGATES: tl.constexpr, ALIGN: tl.constexpr,
-    WIDE: tl.constexpr, D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+    v_h, g_b, g_n, g_h, first_tile, n, m, h, mask_b, mask_h, scale, scale_log2, seed, threshold, gain,
+    OPENS: tl.constexpr, CARRIES: tl.constexpr, ONE_RUN: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, HAS_DLSE: tl.constexpr, DROPS: tl.constexpr, NEGATES: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
 ):
     """dq of a block of rows, added to what is there if it CARRIES; and delta = rowsum(g * out) - dlse."""
     job, batch, head, position, step, num_rows = place_rows(TILES, JOBS, first_tile)
@@ -121,14 +121,14 @@ def query_gradients(
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
         start, key_step, count, weight, by_all, by_any, last = look_at(
-            run, job, position, step, num_rows, CAUSAL, BLOCK_M, BLOCK_N
+            run, job, position, step, num_rows, m, CAUSAL, BLOCK_M, BLOCK_N
         )
         run += 4
         k_base = row_at(K, batch, kv, start, k_b, k_n, k_h, ALIGN)
         v_base = row_at(V, batch, kv, start, v_b, v_n, v_h, ALIGN)
         k_step = row_step(key_step, k_n, ALIGN)
         v_step = row_step(key_step, v_n, ALIGN)
-        mask_base = MASK + batch * n + start
+        mask_base = MASK + batch * mask_b + kv * mask_h + start
         for CHECK in tl.static_range(2):
             dq0, dq1 = _fold_dq(
                 dq0, dq1, q0, q1, g0, g1, lse2, delta, k_base, v_base, mask_base, k_step, v_step, key_step,
@@ -209,7 +209,7 @@ def _fold_dkdv(
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
     Q, K, V, G, LSE, DELTA, DK, DV, MASK, TILES, KEYS, VISITS, JOBS, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n,
-    v_h, g_b, g_n, g_h, first_tile, n, h, h_kv, scale, scale_log2, seed, threshold, gain,
+    v_h, g_b, g_n, g_h, first_tile, n, m, h, h_kv, mask_b, mask_h, scale, scale_log2, seed, threshold, gain,
     CARRIES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     NEGATES: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
@@ -283,10 +283,10 @@ def key_gradients(
                 )
     dk0 = dk0 * scale
     dk1 = dk1 * scale
-    at = ((batch * n + key_start) * h_kv + kv) * D
+    at = ((batch * m + key_start) * h_kv + kv) * D
     out_step = tl.cast(key_step, tl.int64) * h_kv * D
     if MASKED:
-        is_open = tl.load(MASK + batch * n + positions, mask=inside, other=NEVER) == 0.0
+        is_open = tl.load(MASK + batch * mask_b + kv * mask_h + positions, mask=inside, other=NEVER) == 0.0
         dk0 = tl.where(is_open[:, None], dk0, 0.0)
         dv0 = tl.where(is_open[:, None], dv0, 0.0)
         dk1 = tl.where(is_open[:, None], dk1, 0.0)

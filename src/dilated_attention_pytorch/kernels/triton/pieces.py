@@ -24,7 +24,7 @@ BATCH, HEAD, HEADS, HEAD_STEP, KV, START, STEP, COUNT, FIRST_RUN, NUM_RUNS, CAUS
     )
 )
 NUMBERS = (  # of other values, or of the value 1, no other programs are made
-    *("first_tile", "n", "h", "h_kv", "seed", "threshold"),
+    *("first_tile", "n", "m", "h", "h_kv", "mask_b", "mask_h", "seed", "threshold"),
     *(f"{tensor}_{axis}" for tensor in "qkvg" for axis in "bnh"),
 )
 
@@ -131,15 +131,17 @@ def place_rows(TILES, JOBS, first_tile):
 
 @triton.jit
 def look_at(
-    run, job, position, step, num_rows, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    run, job, position, step, num_rows, m, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):
     """A run of keys: start, step, count and log2 of its multiplicity; and what rows see of it.
 
     That is how many keys all rows see, in whole tiles, how many any row sees, and the last one of each row.
+    Runs of step 1 may be longer than the `m` keys that there are: a table then serves many numbers of keys.
     """
     start = tl.load(run)
     key_step = tl.load(run + 1)
-    count = tl.load(run + 2)
+    count = tl.minimum(tl.load(run + 2), tl.maximum(m - start, 0))
     weight = tl.log2(tl.load(run + 3).to(tl.float32))
     by_all = count
     by_any = count

@@ -103,13 +103,14 @@ def _query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
 def _key_tables(plan: Plan, block: int, device: torch.device) -> KeyTables:
     """Runs of keys of one branch are the same or disjoint, so that each key has one owner in a launch."""
     launches, opened, num_tiles = list[Launch](), 0, 0
+    span = int(plan.runs[:, 0].max()) + 1 if len(plan.runs) else 1
     tiles, keys, visits = ([torch.empty(0, width, dtype=torch.int64)] for width in (2, 8, 2))
     for those in _groups(plan, "branch"):
         table = plan.jobs[those]
         job, number = numbered(table[:, COLUMN["num_runs"]])
         runs = plan.runs[table[job, COLUMN["first_run"]] + number]
         batch, kv, opens = (table[job, COLUMN[name]] for name in ("batch", "kv", "opens_keys"))
-        place = (batch * plan.shape.h_kv + kv) * plan.shape.n + runs[:, 0]
+        place = (batch * plan.shape.h_kv + kv) * span + runs[:, 0]
         order = torch.argsort(place, stable=True)
         _, num = torch.unique_consecutive(place[order], return_counts=True)
         first = num.cumsum(0) - num
@@ -125,7 +126,7 @@ def _key_tables(plan: Plan, block: int, device: torch.device) -> KeyTables:
         is_causal = bool(table[:, COLUMN["causal"]].any())
         launches.append(Launch(num_tiles, len(tile), int(table[0, COLUMN["branch"]]), carries, is_causal))
         num_tiles, opened = num_tiles + len(tile), opened + int((runs[own, 2] * opens).sum())
-    covers = opened == plan.shape.b * plan.shape.n * plan.shape.h_kv
+    covers = plan.covers_keys or opened == plan.shape.b * plan.shape.n * plan.shape.h_kv
     those_tiles, those_keys, those_visits = (_moved(torch.cat(x), device) for x in (tiles, keys, visits))
     return KeyTables(tuple(launches), those_tiles, those_keys, those_visits, covers)
 
