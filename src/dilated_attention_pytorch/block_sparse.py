@@ -17,6 +17,7 @@ from .checks import (
     named_keywords,
     refuse_forward_mode,
 )
+from .kernels import Request, choose_kernel
 from .ops import (
     BlockSparse,
     Tensors,
@@ -235,8 +236,10 @@ def attend_blocks(
             )
         starts, columns = pattern.starts, pattern.columns
         work = BlockSparse(spec, pattern.key if execution.use_pattern_cache else "", pattern.block_size)
-    # On CUDA FlexAttention where it can; else the op.
-    if q.device.type == "cuda" and execution.kernel == "auto" and not torch.compiler.is_compiling():
+    # On CUDA without Triton FlexAttention where it can; else the op.
+    request = Request(q.device, q.dtype, head_dim=q.shape[-1])
+    asks_flex = q.device.type == "cuda" and execution.kernel == "auto" and not torch.compiler.is_compiling()
+    if asks_flex and choose_kernel(request).name != "triton":
         blocks = work.pattern(execution, Tensors(q, k, v)) if isinstance(pattern, str) else pattern
         if why_not_flex(q, blocks, spec.dropout_p) is None:
             blocks = blocks.causal() if spec.is_causal else blocks

@@ -46,6 +46,7 @@ from .plan import (
 )
 from .spec import SPEC_FIELDS, DilatedSpec, Execution, SparsePatternConfig
 
+MOST_GPU_BYTES = 2 * 2**30  # of the default workspace of a GPU
 _FRESH = Execution()
 
 
@@ -101,18 +102,33 @@ class Tensors(NamedTuple):
 
 
 def attention_inputs(
-    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False
+    options: RunOptions,
+    tensors: Tensors,
+    workspace: Workspace,
+    streams: bool = False,
+    work: tuple[int, int] = (0, 0),
 ) -> tuple[Kernel, Inputs]:
-    """The kernel that runs a call, and what it takes besides a plan; `streams`: see `Request`."""
+    """The kernel that runs a call, and what it takes besides a plan; `streams`, `work`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    kernel = _kernel_of(options, tensors, streams)
+    kernel = _kernel_of(options, tensors, streams, work)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
 
 
-def _kernel_of(options: RunOptions, tensors: Tensors, streams: bool = False) -> Kernel:
+def _kernel_of(
+    options: RunOptions, tensors: Tensors, streams: bool = False, work: tuple[int, int] = (0, 0)
+) -> Kernel:
     q, facts = tensors.q, (tensors.key_mask is not None, options.dropout_p > 0, options.scale)
-    return choose_kernel(Request(q.device, q.dtype, *facts, q.shape[-1], streams), options.kernel)
+    request = Request(q.device, q.dtype, *facts, q.shape[-1], *work, streams=streams)
+    return choose_kernel(request, options.kernel)
+
+
+@lru_cache(maxsize=64)
+def _gpu_bytes(device: torch.device) -> int | None:
+    """The default workspace of a GPU, where no batch stays in a cache, and each costs launches."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return min(MOST_GPU_BYTES, torch.cuda.get_device_properties(device).total_memory // 16)
 
 
 class Dilated(NamedTuple):
@@ -122,8 +138,16 @@ class Dilated(NamedTuple):
     steps: int = 1
     head_slice: tuple[int, ...] = ()
 
-    def default_bytes(self) -> int:
-        return DEFAULT_WORKSPACE_BYTES
+    def default_bytes(self, device: torch.device) -> int:
+        return _gpu_bytes(device) or DEFAULT_WORKSPACE_BYTES
+
+    def amount(self, tensors: Tensors) -> tuple[int, int]:
+        """About how many query rows and pairs branches meet."""
+        b, n, h, *_ = tensors.shape
+        heads = h / len(self.spec.branches) if self.spec.head_mixing == "grouped" else h
+        rows = [(b * heads * n / rate, min(length, n) / rate) for length, rate in self.spec.branches]
+        pairs = sum(row * keys for row, keys in rows) / (2 if self.spec.is_causal else 1)
+        return int(sum(row for row, _ in rows)), int(pairs)
 
     def is_joint(self, tensors: Tensors) -> bool:
         """Whether all branches of a query can be one job."""
@@ -166,9 +190,12 @@ class BlockSparse(NamedTuple):
     recipe: str
     block_size: int = 0
 
-    def default_bytes(self) -> int:
+    def default_bytes(self, device: torch.device) -> int:
         # Known only where the op runs: compilers cannot ask for threads.
-        return BYTES_A_THREAD * torch.get_num_threads()
+        return _gpu_bytes(device) or BYTES_A_THREAD * torch.get_num_threads()
+
+    def amount(self, _tensors: Tensors) -> tuple[int, int]:
+        return 0, 0  # only a kernel that takes many short runs at once is of use
 
     def is_joint(self, _tensors: Tensors) -> bool:
         return True
@@ -270,17 +297,18 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
 def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
     tensors, work, options = _read_call(args)
     direction: Pass = "forward" if merged is None else "backward"
+    device = tensors.q.device
 
     def attend(workspace_bytes: int, workspace: Workspace) -> Any:
         resized = workspace_bytes != options.workspace_bytes
         sized = options._replace(workspace_bytes=workspace_bytes) if resized else options
-        kernel, inputs = attention_inputs(sized, tensors, workspace)
+        amount = work.amount(tensors) if device.type == "cuda" else (0, 0)
+        kernel, inputs = attention_inputs(sized, tensors, workspace, work=amount)
         once = _is_once(kernel, work, options, tensors, direction)
         sized = sized if kernel.packs else sized._replace(workspace_bytes=UNBOUNDED)
         plan = work.plan(sized, tensors, direction, once)
         return kernel.forward(plan, inputs) if merged is None else kernel.backward(plan, inputs, merged)
 
-    device = tensors.q.device
     with without_autocast(device):
         return run_with_memory(options.memory, options.workspace_bytes, device, attend)
 
@@ -295,7 +323,8 @@ def _is_once(
 
 def _read_call(args: tuple[Any, ...]) -> tuple[Tensors, Dilated | BlockSparse, RunOptions]:
     tensors, (work, execution) = Tensors(*args[:_NUM_TENSORS]), _read(*args[_NUM_TENSORS:])
-    return tensors, work, run_options(work.spec, tensors.q.shape[-1], execution, work.default_bytes())
+    q = tensors.q
+    return tensors, work, run_options(work.spec, q.shape[-1], execution, work.default_bytes(q.device))
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -119,9 +119,9 @@ class Execution:
     Args:
         kernel: "native" is this library's own for CPUs, "triton" that for GPUs, "stock" torch's fused
             attention, "eager" runs everywhere; a named kernel runs or raises why it cannot. "auto" takes the
-            first that can.
+            first that can; on a GPU, see docs/gpu.md.
         workspace_bytes: what gathered rows and accumulators may take. By default 32 MiB for dilated, 4 MiB a
-            thread for block-sparse attention.
+            thread for block-sparse attention; on a GPU a sixteenth of its memory, at most 2 GiB.
         memory: where scratch and results come from: "fresh", "pool" (the global memory pool, which also frees
             and tries again when memory runs out), "lightweight" (the pool's scratch only), or the `name` of a
             buffer manager.

@@ -43,6 +43,8 @@ def choose_kernel(request: Request, name: str = "auto") -> Kernel:
     """The first kernel that can run the request, or exactly the one named, or an error that says why not."""
     one_of("kernel", name, get_args(KernelName))
     kernels = kernels_for(request.device)
+    if name == "auto" and request.device.type == "cuda" and cuda.is_faster(request):
+        kernels = CUDA, TRITON, EAGER
     if name not in ("auto", *(kernel.name for kernel in kernels)):
         # To say why not; and the interpreter of Triton takes CPU tensors when it is named.
         kernels = NATIVE, TRITON

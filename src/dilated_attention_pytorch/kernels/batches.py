@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.runs import COLUMN, Plan, Region, bytes_a_row, even_size
-from .rows import Axis, Blocks, Rows, fold, split_box
+from .rows import Axis, Blocks, Rows, Step, fold, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
 SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to a common one
 MANY_SHAPES = 16  # from which on that is considered
 LEAST_GAIN = 2  # times fewer shapes that it must leave
+MOST_CALLS = 16  # of an op that reads strides, in place of one with packed rows
 FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
 
 
@@ -37,16 +40,52 @@ class Batch(NamedTuple):
     opens_keys: bool
 
 
-def batches_of(plan: Plan, itemsize: int) -> list[tuple[Region, list[Batch]]]:
-    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan."""
+def batches_of(plan: Plan, itemsize: int, strided: bool = False) -> list[tuple[Region, list[Batch]]]:
+    """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan.
+
+    `strided`: cut and arranged so that rows need no packing, where few more batches do that.
+    """
     each_row = bytes_a_row(plan.shape.d, itemsize)
-    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get(each_row)
+    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get((each_row, strided))
     if known is None:
         found: list[list[Batch]] = [[] for _ in plan.regions]
         for region, batch in _batches(plan, plan.budget // each_row):
-            found[region].append(batch)
-        known = plan.by_kernel[each_row] = list(zip(plan.regions, found, strict=True))
+            found[region] += _by_heads(batch) if strided else [batch]
+        known = plan.by_kernel[each_row, strided] = list(zip(plan.regions, found, strict=True))
     return known
+
+
+def _by_heads(batch: Batch) -> list[Batch]:
+    """The same jobs with many heads each, evenly spaced; what is left to count jobs is batches and times."""
+    (keys, is_causal), *more = batch.keys
+    queries, (heads, rows) = batch.queries, batch.queries.inner
+    of_heads = [i for i, (_, step) in enumerate(queries.axes) if step[2]]
+    fits = [i for i in of_heads if heads[0] == 1 or queries.axes[i][1] == (0, 0, heads[0] * heads[1][2])]
+    if more or queries.firsts is not None or not fits:
+        return [batch]
+    best = max(fits, key=lambda i: queries.axes[i][0])
+    others = [i for i in of_heads if i != best]
+    if prod(queries.axes[i][0] for i in others) > MOST_CALLS:
+        return [batch]
+    size, step = queries.axes[best]
+    inner = ((size * heads[0], step if heads[0] == 1 else heads[1]), rows)
+    key_inner = keys.axes[best], keys.inner[1]
+    kept = [i for i in range(len(queries.axes)) if i not in of_heads]
+    found = []
+    for place in itertools.product(*(range(queries.axes[i][0]) for i in others)):
+        arranged = [
+            Rows(_moved(x, others, place), tuple(x.axes[i] for i in kept), each)
+            for x, each in ((queries, inner), (keys, key_inner))
+        ]
+        found.append(batch._replace(queries=arranged[0], keys=(Keys(arranged[1], is_causal),)))
+    return found
+
+
+def _moved(rows: Rows, axes: list[int], place: tuple[int, ...]) -> Step:
+    """Where rows begin, so many jobs further along some axes."""
+    steps = [(number, rows.axes[i][1]) for i, number in zip(axes, place, strict=True)]
+    first = [x + sum(number * step[i] for number, step in steps) for i, x in enumerate(rows.first)]
+    return first[0], first[1], first[2]
 
 
 _SHAPE = (

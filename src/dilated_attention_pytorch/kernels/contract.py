@@ -23,6 +23,8 @@ class Request(NamedTuple):
     dropout: bool = False
     scale: float = 1.0
     head_dim: int = 64
+    rows: int = 0  # query rows that branches meet, and the pairs of a query and a key; 0: not known
+    pairs: int = 0
     streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
 
 
@@ -55,7 +57,7 @@ Join = Callable[[Tensor, Tensor, Tensor, How, Tensor, Tensor], None]
 
 
 class Op(NamedTuple):
-    """Attention of packed, contiguous rows, the inner part of a kernel.
+    """Attention of packed rows, the inner part of a kernel.
 
     `forward(q, k, v, how)`: q (B, H, N, d), k and v (B, H_kv, M, d), H a multiple of H_kv, N == M when
     causal; returns out like q and lse (B, H, N), natural log, in float32 (float64 for float64). A row
@@ -70,6 +72,7 @@ class Op(NamedTuple):
     forward: Forward
     backward: Backward
     widens: bool = False  # half precision reaches it as float32
+    reads_strides: bool = False  # rows need not be packed, if their features lie side by side
     join: Join | None = None
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Tensor) -> None:

@@ -6,8 +6,10 @@ Shapes and signatures are checked with fake CUDA tensors; these paths have not b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,8 +40,32 @@ def why_not(request: Request) -> str | None:
     return None
 
 
+# By the first number of the compute capability: bytes a second of memory, and operations a second of the
+# Triton kernel. Taken from what is public on H100 and B200, not measured here.
+_GENERATIONS = {9: (3.3e12, 3.5e14), 10: (8e12, 7e14)}
+_GAIN = 2  # times as fast as Triton on dense tiles: what FlashAttention 3 and 4 are said to be
+_MERGED = 17  # bytes that this path moves more, for each feature of a query row: results that are merged
+
+
+def is_faster(request: Request) -> bool:
+    """Whether the flash op, with what it packs and merges, is estimated to be faster than the Triton kernel.
+
+    Only where torch was told to run another FlashAttention than its own, as by
+    `torch.nn.attention.activate_flash_attention_impl("FA3")`, and where rows have so many keys that their
+    products cost more than merging them.
+    """
+    ask: Callable[[], str | None] | None = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    if ask is None or ask() not in ("FA3", "FA4") or why_not(request) is not None:
+        return False
+    bandwidth, speed = _GENERATIONS.get(_capability(request.device)[0], (1.0, math.inf))
+    seconds = 4 * request.pairs * request.head_dim / speed
+    saved = seconds - seconds / _GAIN
+    return request.dtype != torch.float32 and saved > _MERGED * request.rows * request.head_dim / bandwidth
+
+
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """(0, 0) where tensors on a GPU can only be fake."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def _use_flash(q: Tensor) -> bool:
@@ -106,4 +132,4 @@ def _reduce(x: Tensor, h_kv: int) -> Tensor:
     return x if x.shape[1] == h_kv else x.view(x.shape[0], h_kv, -1, *x.shape[2:]).sum(2)
 
 
-CUDA = Op(_forward, with_lse_gradient(_backward))
+CUDA = Op(_forward, with_lse_gradient(_backward), reads_strides=True)

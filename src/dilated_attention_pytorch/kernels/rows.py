@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -188,15 +189,17 @@ class Rows:
         dtype: torch.dtype,
         origin: Origin = WHOLE,
         numbered: Numbered | None = None,
+        strided: bool = False,
     ) -> Tensor:
         """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed.
 
-        `numbered` keeps the numbers of rows for other tensors of the same strides.
+        `numbered` keeps the numbers of rows for other tensors of the same strides. `strided`: rows may be
+        apart, if their numbers are not.
         """
         shape = (*self.shape, *x.shape[3:])
         if self.firsts is None:
             view = self.view(x, origin)
-            if view.dtype == dtype and view.is_contiguous():
+            if view.dtype == dtype and (view.is_contiguous() or (strided and _is_one_axis(view, self.axes))):
                 return view.view(shape)
             packed = workspace.take(slot, shape, dtype, x.device)
             packed.view(view.shape).copy_(view)
@@ -270,6 +273,14 @@ class Rows:
         merge_(rows, lse_rows.squeeze(-1), lines, lse_lines.squeeze(-1))
         flat.rows.index_copy_(0, index, rows)
         flat_lse.rows.index_copy_(0, lse_index, lse_rows)
+
+
+def _is_one_axis(view: Tensor, axes: tuple[Axis, ...]) -> bool:
+    """Whether the jobs are evenly spaced in memory, and the features of a row side by side."""
+    jobs = [(size, step) for size, step in zip(view.shape, view.stride(), strict=True)][: len(axes)]
+    jobs = [x for x in jobs if x[0] > 1]
+    even = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(jobs))
+    return even and view.stride(-1) == 1
 
 
 def _dot(a: Step, b: Step) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from .rows import WHOLE, Numbered, Origin, Rows
 class _Keys:
     """The keys and values of a call, which chunks of remote ones stand in for."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.mask = inputs, None
+    def __init__(self, inputs: Inputs, strided: bool = False) -> None:
+        self.inputs, self.strided, self.mask = inputs, strided, None
         self.numbered = Numbered()  # of the keys gathered last
         if inputs.key_mask is not None:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
@@ -29,8 +29,9 @@ class _Keys:
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs, mask, numbered = self.inputs, self.mask, Numbered()
         self.numbered = numbered
-        k = rows.read("key", inputs.k, inputs.workspace, dtype, numbered=numbered)
-        v = rows.read("value", inputs.v, inputs.workspace, dtype, numbered=numbered)
+        how: dict[str, Any] = {"numbered": numbered, "strided": self.strided}
+        k = rows.read("key", inputs.k, inputs.workspace, dtype, **how)
+        v = rows.read("value", inputs.v, inputs.workspace, dtype, **how)
         if mask is not None:
             mask = rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered)
         return k, v, mask
@@ -74,7 +75,7 @@ class _Block(NamedTuple):
     def of(cls, x: Tensor, region: Region, group: int) -> _Block:
         (b, num_b), (t, num_t), (kv, num_kv) = region
         head, num = kv * group, num_kv * group
-        return cls(x[b : b + num_b, t : t + num_t, head : head + num], (b, t, head))
+        return cls(x.narrow(0, b, num_b).narrow(1, t, num_t).narrow(2, head, num), (b, t, head))
 
     def wide(self, slot: str, inputs: Inputs) -> _Block:
         """Scratch of the same size in accumulation precision, or the block itself if it has that."""
@@ -111,7 +112,8 @@ def _attend(
     dtype = _tile_dtype(op, inputs)
     for batch in batches:
         numbered = Numbered()
-        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, numbered=numbered)
+        how: dict[str, Any] = {"numbered": numbered, "strided": op.reads_strides}
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, **how)
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
             part = part.to(inputs.accumulate_dtype)
@@ -128,10 +130,10 @@ def _attend(
 
 def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
-    q, workspace, group, keys = inputs.q, inputs.workspace, _group(inputs), _Keys(inputs)
+    q, workspace, group, keys = inputs.q, inputs.workspace, _group(inputs), _Keys(inputs, op.reads_strides)
     out = workspace.result(q.shape, q.dtype, q.device)
     lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
-    for region, batches in batches_of(plan, inputs.q.element_size()):
+    for region, batches in batches_of(plan, inputs.q.element_size(), op.reads_strides):
         block, lse_block = (_Block.of(x, region, group) for x in (out, lse.transpose(1, 2)))
         is_final = plan.is_one_stage and remote is None  # nothing is merged into it
         sums = block if is_final else block.wide("acc_out", inputs), lse_block
@@ -151,11 +153,11 @@ def backward(
     op: Op, plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    group, keys = _group(inputs), _Keys(inputs)
+    group, keys = _group(inputs), _Keys(inputs, op.reads_strides)
     results = tuple(
         inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)
     )
-    for region, batches in batches_of(plan, inputs.q.element_size()):
+    for region, batches in batches_of(plan, inputs.q.element_size(), op.reads_strides):
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
         slots = ("acc_dq", "acc_dk", "acc_dv")
         sums = list(blocks)
@@ -209,22 +211,23 @@ def _put_gradients(
         inputs.accumulate_dtype,
     )
     numbered = Numbered()
-    q = rows.read("query", inputs.q, workspace, dtype, numbered=numbered)
+    how: dict[str, Any] = {"numbered": numbered, "strided": op.reads_strides}
+    q = rows.read("query", inputs.q, workspace, dtype, **how)
     lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, wide, numbered=numbered)
     # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf). So must padding.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     real = rows.is_real(lse.device)
     lse = lse if real is None else lse.masked_fill_(~real, math.inf)
-    packed_out = rows.read("out", out.x, workspace, dtype, out.origin, numbered)
-    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, numbered=numbered)
+    packed_out = rows.read("out", out.x, workspace, dtype, out.origin, **how)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, **how)
     grad_lse = None
     if merged.grad_lse is not None:
         given = merged.grad_lse.transpose(1, 2)
         grad_lse = rows.read("grad_lse", given, workspace, wide, numbered=numbered)
     dq = None
     for part in batch.keys:
-        k, v, how = _pack(batch, part, dtype, inputs, keys)
-        d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, how)
+        k, v, met = _pack(batch, part, dtype, inputs, keys)
+        d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, met)
         dq = d_q if dq is None else dq.to(wide).add_(d_q)
         if isinstance(keys, _Keys):
             for total, gradient in zip(sums[1:], (d_k, d_v), strict=True):

@@ -240,7 +240,7 @@ def attend_ring_blocks(
     if shape.n != pattern.n:
         raise ValueError(f"the pattern is for a length of {pattern.n}, got {shape.n} tokens on all ranks")
     kept = pattern.causal() if spec.is_causal else pattern
-    workspace_bytes = BlockSparse(spec, "").default_bytes()
+    workspace_bytes = BlockSparse(spec, "").default_bytes(torch.device("cpu"))  # the same on all ranks
     options = run_options(spec, shape.d, call.execution, workspace_bytes)
     needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
     return call.attend(needs, options, get_block_pattern_cache(), "ring")
