@@ -32,8 +32,9 @@ def test_a_rehearsal_checks_and_reports(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["repeats"]
-    assert len(report["checks"]) == 2
-    assert all(check["passed"] and check["gradient_error"] > 0 for check in report["checks"])
+    assert len(report["checks"]) == 4
+    assert all(check["passed"] and check["forward_error"] > 0 for check in report["checks"])
+    assert all(check["gradient_error"] > 0 for check in report["checks"][:2])  # new tokens have none
     assert "nothing is timed without a GPU" in result.stdout
 
 

@@ -30,7 +30,7 @@ from support.plans import count_pairs
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 BENCHMARKS = Path(triton_compile.__file__).parent
-PARTS = 8
+PARTS = 4
 SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program; 99 of GPUs for desktops
 MOST_STACK = 512  # bytes, spilled before the loops and read after them
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_sparse import block_sparse_attention, build_block_pattern
+from ..decode import attend_last
 from ..functional import dilated_attention
 from ..kernels import Kernel, Request, kernels_for
 from ..kernels.triton import interprets
@@ -80,6 +81,21 @@ def _checks(device: torch.device, quick: bool) -> Iterator[Check]:
     attend = partial(block_sparse_attention, pattern=pattern, **how)
     define = partial(block_sparse_attention_reference, mask=pattern.to_dense(), is_causal=True)
     yield _compare("block pattern, triton, float16", device, "float16", (HEADS, HEADS), 64, attend, define)
+    for last in (1, 20):
+        yield _decode(f"the newest {last} of {LENGTH} tokens, triton, float16", device, last)
+
+
+def _decode(title: str, device: torch.device, last: int) -> Check:
+    """New tokens of a stream against the last rows of the definition; they have no gradient."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, LENGTH, h, 64, generator=rng).half() for h in (HEADS, HEADS // 2, HEADS // 2))
+    branches: dict[str, Any] = {"segment_lengths": (16, LENGTH), "dilation_rates": (1, 2)}
+    define = partial(dilated_attention_reference, **branches, is_causal=True)
+    attend = partial(attend_last, **branches, execution=Execution("triton"))
+    with torch.no_grad():
+        got = attend(*(x.to(device) for x in (q[:, -last:], k, v))).cpu()
+        want = gate.call(define, [x.double() for x in (q, k, v)], None)[0][:, -last:]
+    return Check(title, gate.largest_error(got, want), 0.0, gate.TOLERANCES["float16"])
 
 
 def _check(
