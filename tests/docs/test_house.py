@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING say is there: every room, every module, every public name, and none else."""
+"""What the pages say is there: every room, every module, every public name, and none else."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "dilated_attention_pytorch"
 SOURCE = ROOT / "src" / PACKAGE
 README, CONTRIBUTING = (ROOT / name for name in ("README.md", "CONTRIBUTING.md"))
+REFERENCE = ROOT / "docs" / "reference.md"
 TREE = re.compile(rf"^    src/{PACKAGE}/\n((?:      .*\n)+)", re.MULTILINE)
 # Files of a room that the line of the room stands for.
 PARTS = {"__init__", "__main__"}
@@ -43,9 +44,8 @@ def test_contributing_shows_every_module_beside_the_rooms() -> None:
     assert not shown - {path.stem for path in SOURCE.rglob("*.py")}
 
 
-def test_table_of_names_holds_every_public_name_once() -> None:
-    section = README.read_text().partition("\n## Names\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+def test_tables_of_names_hold_every_public_name_once() -> None:
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
     names = [name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(names) == sorted(import_module(PACKAGE).__all__)
     assert all(len(line.split()) >= 3 for _, line in rows)
