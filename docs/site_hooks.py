@@ -16,7 +16,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "dilated_attention_pytorch"
 # Pages of the site that lie beside docs/.
-BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+BESIDE = {"README.md": "index.md"}
+BESIDE |= {f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")}
 NAME = re.compile(r"`([\w.]+)`")
 
 

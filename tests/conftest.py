@@ -38,6 +38,7 @@ FIRST |= {
     "test_block_exactness.py",
     "test_exactness.py",
     "test_examples.py",
+    "test_project.py",
     "test_readme.py",
     "test_triton.py",
 }
