@@ -45,7 +45,7 @@ def pages_beside() -> Iterator[tuple[str, str]]:
         text = re.sub(r"(\]\(|src=\")docs/", r"\1", (ROOT / name).read_text(encoding="utf-8"))
         for other, target in BESIDE.items():
             text = text.replace(f"]({other}", f"]({target}")
-        yield path, text
+        yield path, f"---\nhide: [navigation]\n---\n{text}" if path == "index.md" else text
 
 
 def sections() -> Iterator[tuple[str, str, list[str]]]:
