@@ -33,13 +33,16 @@ COMMANDS = {
     "bench": "compare modules by name, measure time, memory and limits",
     "train": "train a byte-level language model on text files",
     "generate": "continue a text with a trained model",
+    "slide": "embed slides from tile features, and paint where attention goes",
 }
 # The extra that installs a package which is imported where it is used.
 EXTRAS = {
+    "h5py": "slides",
     "matplotlib": "charts",
     "safetensors": "pretrained",
     "tensorboard": "train",
     "transformers": "transformers",
+    "zarr": "zarr",
 }
 
 
