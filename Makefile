@@ -39,8 +39,7 @@ bench: $(STAMP)
 	@$(BIN)/dilated-attention bench $(ARGS)
 
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "wrote build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # which --quiet would undo
 
 dist: $(STAMP)
 	@$(BIN)/python -m hatchling build

@@ -59,7 +59,8 @@ def draw(record: Record) -> str:
         points = tuple((n, 1e3 * timing.minimum) for n, timing in timings if timing)
         series += [Series(label, points)] if points else []
     title = f"Time of one call on {record.machine['cores']} CPU cores"
-    svg = line_chart(series, title=title, x_label="tokens", y_label="milliseconds", chart_id="lengths")
+    how = {"x_label": "tokens", "y_label": "milliseconds", "chart_id": "lengths", "y_text": "{:,.0f}".format}
+    svg = line_chart(series, title=title, **how)
     if svg is None:
         raise ValueError("the picture is drawn by matplotlib: pip install 'dilated-attention[charts]'")
     head, rest = svg.split(">", 1)  # as a file it has no page around it, whose colours it could take

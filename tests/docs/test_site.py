@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shared = shared.parent
     with FileLock(shared / "site.lock"):
         if not (shared / "site").exists():
-            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
             built = subprocess.run(
                 [*command, str(shared / "unfinished")],
                 cwd=ROOT,
@@ -73,7 +73,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 check=False,
             )
             assert built.returncode == 0, built.stderr
-            assert built.stdout + built.stderr == ""
             (shared / "unfinished").rename(shared / "site")
     return shared / "site"
 

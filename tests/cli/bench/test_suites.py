@@ -430,7 +430,7 @@ def test_picture_of_the_readme_shows_its_record(tmp_path: Path, capsys: pytest.C
     record = read_record(RESULTS / "lengths.json")
     assert len(titles[0]) == sum(len(result.seconds) for result in record.results)
     least = min(record.results[0].seconds["sdpa"])
-    assert titles[0][0] == f"{lengths.NAMES['sdpa']}: 1,024, {1e3 * least:.4g}"
+    assert titles[0][0] == f"{lengths.NAMES['sdpa']}: 1,024, {1e3 * least:,.0f}"
     assert "currentColor" not in drawn.read_text()
     with pytest.raises(SystemExit):
         common.main("cpu", ["--render", "--picture", str(drawn)])
