@@ -154,8 +154,9 @@ def test_search_finds_a_name(source: str, site: Path, address: str, browser: Any
     start = address if source == "server" else site.as_uri()
     tab = Tab(browser)
     page = tab.open(f"{start}/index.html")
-    page.fill("input[name=query]", "branches_for")
-    page.wait_for_selector(FOUND)
+    page.click("input[name=query]")
+    page.locator(".md-search-result__meta", has_text="Type to start searching").wait_for()  # with its index
+    page.keyboard.type("branches_for")
     page.locator(FOUND, has_text="branches_for").first.click()
     page.wait_for_url(f"{start}/reference/functions.html*")
     heading = page.locator(f"[id='{PACKAGE}.branches_for']")
