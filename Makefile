@@ -9,7 +9,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 ARGS =
 
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # The stamp carries the request in its name, so asking for another torch or python updates .venv.
 STAMP := $(VENV)/.ready-$(shell printf '%s' "$(PYTHON) $(TORCH)" | cksum | tr ' ' '-')
 # Which interpreter this is: the same line for a python and for a virtual environment made from it.
@@ -18,7 +18,7 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench docs clean
+.PHONY: help demo test lint types bench docs dist clean
 
 help:
 	@echo "make demo    check, measure and train on this machine, and write a report (HTML) of it"
@@ -26,7 +26,8 @@ help:
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make bench   compare modules on this machine (ARGS=--help lists the options)"
-	@echo "make docs    the API reference, from the docstrings, into build/reference"
+	@echo "make docs    guides, notebooks and API reference as a site, into build/site"
+	@echo "make dist    the package as wheel and sdist, into dist"
 	@echo "make clean   remove .venv and caches"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (both can be overridden, see Makefile)"
@@ -38,7 +39,10 @@ bench: $(STAMP)
 	@$(BIN)/dilated-attention bench $(ARGS)
 
 docs: $(STAMP)
-	@$(BIN)/python docs/build_reference.py build/reference
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # which --quiet would undo
+
+dist: $(STAMP)
+	@$(BIN)/python -m hatchling build
 
 test: lint types
 	@echo "tests"

@@ -1,7 +1,8 @@
 """What the suites share: the call under test, its gate, the bare kernel, the command line of a suite.
 
 A suite is a module with `CASES` and `QUICK` (dataclasses with a `kind`), `run` (a case to its result) and
-`SECTIONS` (how a kind is shown). Timing, child processes, records and tables are those of the package.
+`SECTIONS` (how a kind is shown), perhaps with `draw` (a record to an SVG). Timing, child processes, records
+and tables are those of the package.
 """
 
 from __future__ import annotations
@@ -257,12 +258,15 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
     pages = "put the table between the markers of PAGE; may be given more than once"
     add("--update", type=Path, action="append", default=[], metavar="PAGE", help=pages)
     add("--markers", default="bench", metavar="NAME", help="<!-- NAME:begin --> and end (default: bench)")
+    if hasattr(suite, "draw"):
+        add("--picture", type=Path, metavar="FILE", help="draw the record into FILE, an SVG")
     options = parser.parse_args(arguments)
+    picture = getattr(options, "picture", None)
     cases = [case for case in (suite.QUICK if options.quick else suite.CASES) if options.only in case.name]
     if not cases:
         parser.error(f"no case has {options.only!r} in its name; see --list")
     try:
-        check_places(options.out, *options.update)
+        check_places(options.out, picture, *options.update)
         for page in options.update:
             replace_between_markers(page.read_text(encoding="utf-8"), "", options.markers)
         if options.list:
@@ -271,6 +275,8 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
             return 0
         record = read_record(options.render) if options.render else _measure(suite, cases, options)
         table = to_markdown(record, suite.SECTIONS)
+        if picture:
+            write_text(picture, suite.draw(record))
     except WrongAnswerError as error:
         print(f"wrong answer: {error}", file=sys.stderr)
         return 1

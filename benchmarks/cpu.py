@@ -1,7 +1,7 @@
 """Dilated attention against the bare kernel: time of long and short calls, memory, a million positions.
 
     python benchmarks/cpu.py --out benchmarks/results/cpu.json
-    python benchmarks/cpu.py --render --update README.md --update docs/benchmarks.md
+    python benchmarks/cpu.py --render --update docs/benchmarks.md
 
 The bare kernel is PyTorch's CPU flash attention, called directly on contiguous tensors of the shapes that the
 engine's own plan cuts: for the forward pass the forward plan's tiles; for the backward pass the backward

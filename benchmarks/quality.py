@@ -1,7 +1,7 @@
 """What quality costs: a small model trained with dense, dilated and block-sparse attention, side by side.
 
     python benchmarks/quality.py --out benchmarks/results/quality.json
-    python benchmarks/quality.py --render --update README.md --markers quality
+    python benchmarks/quality.py --render --update docs/benchmarks.md --markers quality
 
 All models see the same bytes in the same order, from the same initial weights. The text is the source of
 Python's standard library. About half an hour on two cores.

@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from dilated_attention_pytorch.kernels import native
+from support.browser import CHROMIUM, FLAGS
 
 # Reproducible by default; HYPOTHESIS_PROFILE=search looks for new cases on every run.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -36,6 +38,7 @@ FIRST |= {
     "test_block_exactness.py",
     "test_exactness.py",
     "test_examples.py",
+    "test_project.py",
     "test_readme.py",
     "test_triton.py",
 }
@@ -59,6 +62,18 @@ def no_native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     native.load_library.cache_clear()
     yield tmp_path / "native.so"
     native.load_library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed here (Debian and Ubuntu: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(autouse=True)

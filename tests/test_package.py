@@ -125,7 +125,7 @@ def assert_runs_silently(code: str) -> None:
 
 
 # Not triton: builds of torch for GPUs bring it along, and torch's flop counter imports it there.
-OPTIONAL = ("hypothesis", "matplotlib", "numpy", "pdoc", "psutil", "safetensors", "transformers")
+OPTIONAL = ("hypothesis", "matplotlib", "mkdocs", "numpy", "psutil", "safetensors", "transformers")
 
 
 # None in sys.modules makes an import fail as if the package were not installed.

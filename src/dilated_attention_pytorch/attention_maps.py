@@ -1,4 +1,4 @@
-"""Attention probabilities of chosen query rows, without the full matrix."""
+"""Attention probabilities of chosen query rows, and weighted sums of all rows, without the full matrix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .checks import check_dense, check_inputs, document_bounds, named_keywords
+from .functional import attend
 from .ops import without_autocast
 from .plan.dilated import branch_heads
-from .spec import DilatedSpec, HeadMixing, HeadOffsets, Tail
+from .spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail
 
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -51,7 +52,7 @@ def attention_rows(
     )
     check_inputs(q, k, k, key_mask, cu_seqlens)
     n, h, d = q.shape[1:]
-    index = _row_index(rows, n, q.device)
+    index = row_index(rows, n, q.device)
     counts, phantoms = _counts(spec, index, n, h, k.shape[2], cu_seqlens)
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, index].to(dtype).unflatten(2, (k.shape[2], -1))  # type: ignore[no-untyped-call]
@@ -70,7 +71,43 @@ def attention_rows(
     return torch.softmax(logits, -1)[..., :n].masked_fill(empty, 0.0)
 
 
-def _row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
+def attention_sums(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    spec: DilatedSpec,
+    execution: Execution | None = None,
+    *,
+    residual: bool = False,
+) -> Tensor:
+    """`weights @ A` for weights (b, r, n), where A (b, n, n) is the mean of the heads' probabilities.
+
+    With `residual` it is `weights @ M`: M is A plus the identity, each row divided by its sum. A is never
+    built: the product is the gradient of `A @ v` in v, so that a pass of the attention itself, forward and
+    backward, serves as many rows of weights as heads have features. Not differentiable; in float32 (float64
+    for float64).
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    h, d = q.shape[2:]
+    # What inference mode made cannot be saved for a backward pass, and its copies can.
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(q.device):
+        q, k = (x.detach().to(dtype, copy=x.is_inference()) for x in (q, k))
+        v = torch.ones_like(k, requires_grad=True)
+        out, _ = attend(q, k, v, spec, execution)
+        if residual:  # each feature of out holds the sum of a row
+            weights = weights / (1 + out.detach()[..., 0].mean(-1)).unsqueeze(1)
+        found = []
+        for part in torch.split(weights.to(dtype), d, 1):
+            grad_out = torch.zeros_like(out)
+            grad_out[..., : part.shape[1]] = part.mT.unsqueeze(2) / h
+            [gradient] = torch.autograd.grad(out, v, grad_out, retain_graph=True)
+            found.append(gradient[..., : part.shape[1]].sum(2).mT)
+    sums = torch.cat(found, 1)
+    return sums + weights if residual else sums
+
+
+def row_index(rows: Sequence[int] | Tensor, n: int, device: torch.device) -> Tensor:
+    """`rows` as an int64 tensor of numbers below n."""
     if isinstance(rows, Tensor):
         check_dense("rows", rows, needs_values=True)
     try:

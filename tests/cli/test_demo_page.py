@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ import pytest
 
 from dilated_attention_pytorch.cli.bench.exactness import CONFIGURATIONS
 from dilated_attention_pytorch.cli.bench.record import read_record, to_page
+from support.browser import Tab
 from support.suites import suite
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PLOTS = {"time", "memory", "pattern-dilated", "pattern-blocks", "loss"}
 BOXES = """() => Object.fromEntries([...document.querySelectorAll("svg")].map(svg => {
   const box = svg.getBoundingClientRect();
@@ -30,24 +29,6 @@ SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clien
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 OTHERS = ("transformers", "triton")  # records of a sweep and of compilers
 RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.stem not in OTHERS)  # of the bench
-
-
-class Tab:
-    """A page, what it says to the console, and what it asks for."""
-
-    def __init__(self, browser: Any, width: int = 1200, scheme: str = "light") -> None:
-        size = {"width": width, "height": 900}
-        self.page = browser.new_page(viewport=size, color_scheme=scheme)
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, path: Path) -> Any:
-        self.page.goto(path.as_uri())
-        self.page.wait_for_timeout(200)
-        return self.page
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +46,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return path, json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed here (Debian and Ubuntu: apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
-
-
 def test_json_holds_what_was_found(report: tuple[Path, dict[str, Any]]) -> None:
     path, found = report
     assert found["report"] == str(path)
@@ -92,7 +60,7 @@ def test_json_holds_what_was_found(report: tuple[Path, dict[str, Any]]) -> None:
 
 def test_every_figure_is_on_the_page(report: tuple[Path, dict[str, Any]], browser: Any) -> None:
     path, found = report
-    page = Tab(browser).open(path)
+    page = Tab(browser).open(path.as_uri())
     words = page.inner_text("body")
     shown = "\n".join([words, *page.locator("title").all_text_contents()])
     for figure in figures_of(found):
@@ -128,7 +96,7 @@ def test_page_is_whole_and_quiet(
     report: tuple[Path, dict[str, Any]], browser: Any, width: int, scheme: str
 ) -> None:
     tab = Tab(browser, width, scheme)
-    page = tab.open(report[0])
+    page = tab.open(report[0].as_uri())
     boxes = page.evaluate(BOXES)
     assert set(boxes) == PLOTS
     assert all(wide > 300 and high > 100 for wide, high in boxes.values()), boxes
@@ -146,7 +114,7 @@ def test_page_is_whole_and_quiet(
 def test_pages_of_the_bench_need_no_sideways_scroll(record: Path, browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "bench.html"
     path.write_text(to_page(read_record(record), suite(record.stem).SECTIONS), encoding="utf-8")
-    page = Tab(browser).open(path)
+    page = Tab(browser).open(path.as_uri())
     assert page.locator("table").count() >= 1
     assert not page.evaluate(SCROLLS)
     assert page.evaluate(CUT_OFF) == []
@@ -157,6 +125,6 @@ def test_the_browser_would_tell(tmp_path: Path, browser: Any) -> None:
     path = tmp_path / "page.html"
     path.write_text('<img src="https://example.invalid/x.png"><script>console.warn("seen")</script>')
     tab = Tab(browser)
-    tab.open(path)
+    tab.open(path.as_uri())
     assert any("seen" in complaint for complaint in tab.complaints)
     assert "https://example.invalid/x.png" in tab.requests

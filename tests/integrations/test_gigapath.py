@@ -20,8 +20,8 @@ from dilated_attention_pytorch.integrations.gigapath import (
     LongNetViTConfig,
     gigapath_segment_lengths,
     load_gigapath_state,
-    tile_cells,
 )
+from dilated_attention_pytorch.integrations.tile_grid import tile_cells
 from integrations.transcription import (
     Settings,
     State,

@@ -322,8 +322,14 @@ def test_slide_encoders_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loaded = LongNetViT.from_pretrained(name, **options)
         for key, tensor in model.state_dict().items():
             assert torch.equal(loaded.state_dict()[key], tensor)
-    files = ["config.json", "model.safetensors", "slide_encoder.pth"]
+    files = ["slide_encoder.pth", "config.json", "model.safetensors"]
     assert calls == [("own/format", None, files), ("their/names", None, files)]
+    prefixed = LongNetViT.from_pretrained("hf_hub:own/format")
+    assert prefixed.config == model.config
+    with pytest.raises(
+        FileNotFoundError, match=r"404.*By hand: `hf download no/where slide_encoder\.pth --lo"
+    ):
+        LongNetViT.from_pretrained("hf_hub:no/where")
     plain = LongNetViT.from_pretrained("own/format", kind="standard")
     parted, joint = (each.encoder.layers[0].self_attn for each in (plain, model))
     assert torch.equal(parted.q_proj.weight, joint.qkv_proj.weight[:24])
@@ -332,11 +338,17 @@ def test_slide_encoders_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_the_package_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = (
-        "'some/one' must be a folder, or a repository on the Hugging Face Hub, got no such folder: "
-        r"install huggingface_hub, or download config\.json and model\.safetensors"
+        "'some/one' must be a folder, or a repository on the Hugging Face Hub, got no such folder, and no "
+        "huggingface_hub, .*`pip install huggingface_hub && hf download some/one"
     )
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{message} config\.json model\.safetensors --local-dir one`"
+    ):
         LongNetLM.from_pretrained("some/one")
+    with pytest.raises(
+        FileNotFoundError, match=rf"{message} slide_encoder\.pth --revision v1 --local-dir one`"
+    ):
+        LongNetViT.from_pretrained("hf_hub:some/one", revision="v1")
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:

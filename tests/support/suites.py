@@ -8,7 +8,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-SUITES = ("cpu", "native", "memory", "sparse", "ranks", "models", "peers", "limit", "forecast", "quality")
+SUITES = ("cpu", "native", "memory", "sparse", "ranks", "models", "peers", "lengths", "limit", "forecast")
+SUITES += ("quality",)
 
 
 def suite(name: str) -> Any:

@@ -133,6 +133,45 @@ def plan(parser: ArgumentParser) -> None:
     _add_json(parser, "print the plan as JSON")
 
 
+def slide(parser: ArgumentParser) -> None:
+    """Embeds slides from the features of their tiles with Prov-GigaPath's slide encoder, on any device.
+
+    Reads HDF5 (.h5) with `features` and `coords` as TRIDENT and CLAM write it, STAMP's `feats`, or the same
+    names in .pt, .npz and .zarr; --weights is slide_encoder.pth, a folder, or a repository of the Hugging
+    Face Hub. Writes for each slide its embedding, and on request a picture of the attention that its tiles
+    get. Slides are encoded one by one; one that does not fit is reported, and the others go on.
+
+        dilated-attention slide features.h5 --weights slide_encoder.pth --out embedding.h5 --heat-map map.png
+        dilated-attention slide features/*.h5 --weights slide_encoder.pth --out embeddings --heat-map maps
+        dilated-attention slide features.h5 --weights prov-gigapath/prov-gigapath --global-pool --out e.npz
+    """
+    add = parser.add_argument
+    add("features", nargs="+", type=Path, metavar="FEATURES", help="files of tile features, one a slide")
+    add(
+        "--weights",
+        required=True,
+        metavar="PATH",
+        help="of the slide encoder: file, folder or Hub repository",
+    )
+    add("--arch", metavar="NAME", help="refuse weights of other sizes, as gigapath_slide_enc12l768d")
+    add("--global-pool", action="store_true", help="mean of the tiles, instead of the class token")
+    size = "side of a tile in the unit of coords (default: as the file tells, else that of the encoder, 256)"
+    add("--tile-size", type=float, metavar="N", help=size)
+    add("--device", help="cpu, cuda, cuda:1, mps (default: a GPU if there is one)")
+    add(
+        "--dtype", choices=DTYPES[:2], default="float32", help="of weights and activations (default: float32)"
+    )
+    add = parser.add_argument_group("output").add_argument
+    files = "file for one slide, folder for several"
+    add("--out", type=Path, required=True, metavar="PATH", help=f"embeddings, .h5, .pt or .npz: {files}")
+    add("--heat-map", type=Path, metavar="PATH", help=f"pictures of attention, .png: {files}")
+    maps = "attention of: all layers, rolled out; the last layer; the mean of layers (default: rollout)"
+    add("--map", choices=("rollout", "last", "mean"), default="rollout", help=maps)
+    raw = "probabilities as they are; by default over those of a slide of equal tiles, which show the pattern"
+    add("--raw", action="store_true", help=raw)
+    add("--skip-existing", action="store_true", help="leave out slides whose embedding is there")
+
+
 def _add_branches(parser: ArgumentParser, segments: str, rates: str) -> None:
     parser.add_argument("--segments", type=int_list, metavar="W,...", help=segments)
     parser.add_argument("--rates", type=int_list, metavar="R,...", help=rates)

@@ -34,13 +34,16 @@ COMMANDS = {
     "train": "train a byte-level language model on text files",
     "generate": "continue a text with a trained model",
     "hub-kernel": "write this package as a repository for Hugging Face's kernels",
+    "slide": "embed slides from tile features, and paint where attention goes",
 }
 # The extra that installs a package which is imported where it is used.
 EXTRAS = {
+    "h5py": "slides",
     "matplotlib": "charts",
     "safetensors": "pretrained",
     "tensorboard": "train",
     "transformers": "transformers",
+    "zarr": "zarr",
 }
 
 

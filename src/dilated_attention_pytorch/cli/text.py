@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from typing import IO, Any
@@ -63,6 +64,29 @@ def wants_colours(stream: IO[str]) -> bool:
 def paint(text: str, colour: str, stream: IO[str] | None = None) -> str:
     """The text in a colour of `CODES`, where the stream, by default standard output, wants colours."""
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if wants_colours(stream or sys.stdout) else text
+
+
+class Progress:
+    """A bar on one line of a terminal, drawn over itself; nothing where the stream is no terminal."""
+
+    def __init__(self, name: str, total: int, stream: IO[str] | None = None) -> None:
+        self.name, self.total, self.done, self.begin = name, total, 0, time.perf_counter()
+        self.stream = sys.stderr if stream is None else stream
+
+    def step(self, *_: Any) -> None:
+        """One more of `total` is done. Takes and leaves any arguments, so that it can be a hook."""
+        self.done = min(self.total, self.done + 1)
+        width = 24 * self.done // self.total
+        bar = "#" * width + "." * (24 - width)
+        seconds = show_seconds(time.perf_counter() - self.begin)
+        self._draw(f"{self.name} [{bar}] {self.done}/{self.total}  {seconds}")
+
+    def clear(self) -> None:
+        self._draw("")
+
+    def _draw(self, text: str) -> None:
+        if self.stream.isatty():
+            print(f"\r\x1b[2K{text}", end="", file=self.stream, flush=True)
 
 
 def print_json(value: Any) -> None:

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_dense, check_device, check_flags, check_float_dtype, check_positive_int
+from ..checks import check_dense, check_device, check_flags, check_float_dtype, one_of
 from ..modules.call_checks import explain_mismatch
 from ..modules.longnet_config import StackConfig
 from ..modules.longnet_stack import LongNetEncoder
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
 from ..modules.transformer import Device, Dtype
-from .torchscale import plain_names, read_checkpoint, split_torchscale_state, unwrap_state
+from .gigapath_weights import ARCHITECTURES, GIGAPATH_FILE, check_arch, slide_sizes, split_slide_state
+from .slide_maps import encode_with_maps, layer_numbers, row_numbers, rows_without_padding
+from .tile_grid import cell_embeddings, gigapath_segment_lengths, tile_cells
+from .torchscale import plain_names, read_checkpoint, unwrap_state
 
-GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
-_FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
+_HUB_PREFIX = "hf_hub:"  # of timm's names of repositories, which Prov-GigaPath's code takes
 
 _Model = TypeVar("_Model", bound="LongNetViT")
-
-
-def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
-    """Five lengths in equal ratios, cut to integers, from 1024 to the largest power of two that is not more
-    than the tiles of a square slide of `max_wsi_size` pixels.
-    """
-    check_positive_int("max_wsi_size", max_wsi_size)
-    check_positive_int("tile_size", tile_size)
-    side = max_wsi_size // tile_size
-    if side < 1:
-        rule = f"max_wsi_size must be at least tile_size {tile_size}, or no tile fits"
-        raise ValueError(f"{rule}, got {max_wsi_size}")
-    last = (side * side).bit_length() - 1
-    return tuple(math.floor(2.0 ** (10 + (last - 10) * step / 4)) for step in range(5))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +117,16 @@ class LongNetViT(PretrainedModel):
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, **placed)
         self._initialise_own()
 
+    @classmethod
+    def from_arch(cls: type[_Model], arch: str, **options: Any) -> _Model:
+        """A new model of the sizes that Prov-GigaPath gives a name, with initial weights.
+
+        `gigapath_slide_enc12l768d` is Prov-GigaPath's, `gigapath_slide_enc12l384d` that of GigaPath-Flash;
+        `ARCHITECTURES` holds all. `options` are arguments of the class.
+        """
+        one_of("arch", arch, tuple(ARCHITECTURES))
+        return cls(**{**ARCHITECTURES[arch], **options})
+
     def reset_parameters(self) -> None:
         """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
         self.encoder.reset_parameters()
@@ -160,10 +156,8 @@ class LongNetViT(PretrainedModel):
         check_flags(all_layer_embed=all_layer_embed)
         if padding_mask is None:
             return self._embed(x, coords, all_layer_embed)
-        kept = ~padding_mask
+        kept = self._kept(padding_mask)
         counts = kept.sum(1).tolist()
-        if not all(counts):
-            raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
         groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
         found = []
         for rows in groups:
@@ -182,6 +176,56 @@ class LongNetViT(PretrainedModel):
         check_flags(all_layer_embed=all_layer_embed)
         return self._states(x, coords, all_layer_embed)
 
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        rows: Sequence[int] | Tensor | None = None,
+        layers: Sequence[int] | None = None,
+        *,
+        rollout: bool = False,
+        relative: bool = False,
+        padding_mask: Tensor | None = None,
+        return_embedding: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """How much tokens attend to each tile, mean over heads: (b, layers, rows, n), or (b, rows, n).
+
+        Each map is normalised over the tiles of its slide: it sums to 1, and is 0 at padding. Memory grows
+        with n, never with n x n. It is no input of a loss: there is no gradient.
+
+        Args:
+            x, coords, padding_mask: as in `forward`.
+            rows: positions of tokens: 0 is the class token, 1 + i is tile i. By default what the embedding is
+                made of: the class token or, with global_pool, the mean over all tiles, one row of maps.
+            layers: numbers of layers, negative ones from the last; all by default.
+            rollout: one map through the chosen layers, (b, rows, n), by attention rollout (arXiv:2005.00928):
+                `e @ M_last @ ... @ M_first`, where e is 1 at the row, or 1 / n at each tile for the mean, and
+                M is the mean over heads of a layer's probabilities plus the identity, each row divided by its
+                sum. Each layer costs a training step of its attention, and its input is kept.
+            relative: divide each map by that of tokens that are all zero, and normalise again. The class
+                token sees its own segments more than those beyond them; this leaves what the tiles add.
+            return_embedding: also the embedding (b, embed_dim) that `forward` gives, from the same pass.
+        """
+        self._check(x, coords, padding_mask)
+        check_flags(rollout=rollout, relative=relative, return_embedding=return_embedding)
+        chosen = layer_numbers(layers, self.config.num_layers)
+        index = row_numbers(rows, x.shape[1], x.device, pooled=self.config.global_pool)
+        if padding_mask is None:
+            how = (index, chosen, rollout, relative)
+            maps, states = encode_with_maps(self.encoder, self._tokens(x, coords), *how)
+            return (maps, self._pool(states)) if return_embedding else maps
+        found, embeddings = [], []
+        for row, kept in enumerate(self._kept(padding_mask)):
+            own = None if index is None else rows_without_padding(index, kept)
+            slide = (x[row : row + 1, kept], coords[row : row + 1, kept], own, layers)
+            options: dict[str, Any] = {"rollout": rollout, "relative": relative, "return_embedding": True}
+            maps, embedding = self.attention_maps(*slide, **options)
+            found.append(maps.new_zeros(*maps.shape[:-1], len(kept)))
+            found[-1][..., kept] = maps
+            embeddings.append(embedding)
+        return (torch.cat(found), torch.cat(embeddings)) if return_embedding else torch.cat(found)
+
     @classmethod
     def _arguments(cls, config: StackConfig) -> dict[str, Any]:
         settings = super()._arguments(config)
@@ -195,21 +239,30 @@ class LongNetViT(PretrainedModel):
         device: Device = None,
         dtype: Dtype = None,
         revision: str | None = None,
+        arch: str | None = None,
         **options: Any,
     ) -> _Model:
-        """The model of a folder or file, in evaluation mode.
+        """The model of a folder, a file or a repository of the Hub, in evaluation mode.
 
         `folder` is one of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and no
         settings, one that holds slide_encoder.pth, or a file: .safetensors, or of torch.save with a state
         dict, also under "model". Without settings the sizes are read from the weights, but for the number of
-        heads (16 unless given). Repositories of the Hub, `device`, `dtype`, `revision` and `options` are as
-        in the other models.
+        heads (16 unless given). With `arch`, a name of `ARCHITECTURES`, they must be those of that name.
+        Repositories of the Hub, also with timm's prefix "hf_hub:", `device`, `dtype`, `revision` and
+        `options` are as in the other models.
         """
-        path = find_folder(folder, (CONFIG_FILE, WEIGHTS_FILE, GIGAPATH_FILE), revision)
+        if arch is not None:
+            one_of("arch", arch, tuple(ARCHITECTURES))
+        if isinstance(folder, str):
+            folder = folder.removeprefix(_HUB_PREFIX)
+        files = (GIGAPATH_FILE, CONFIG_FILE, WEIGHTS_FILE)
+        path = find_folder(folder, files, revision, needed=files[:1])
         if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():
             path = path.parent
         if (path / WEIGHTS_FILE).is_file():
-            return super().from_pretrained(path, device=device, dtype=dtype, **options)
+            model = super().from_pretrained(path, device=device, dtype=dtype, **options)
+            check_arch(arch, cls._arguments(model.config), source=str(path))
+            return model
         path = path / GIGAPATH_FILE if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(
@@ -217,17 +270,27 @@ class LongNetViT(PretrainedModel):
                 f"or {GIGAPATH_FILE}, got no file {path}"
             )
         named, _ = plain_names(read_checkpoint(path, device=device))
-        model = cls(**{**_sizes(named, source=str(path)), **options}, device="meta")
-        state, _ = split_slide_state(model, named)
+        sizes = slide_sizes(named, source=str(path))
+        check_arch(arch, {**sizes, **options}, source=str(path))
+        model = cls(**{**sizes, **options}, device="meta")
+        state, _ = split_slide_state(model.encoder, named)
         assign_tensors(model, state, dtype=dtype, source=str(path))
         return model.eval()
 
     def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
-        states = self._states(x, coords, all_layers)
-        pooled = (state[:, 1:].mean(1) if self.config.global_pool else state[:, 0] for state in states)
-        return [self.norm(each) for each in pooled]
+        return [self._pool(state) for state in self._states(x, coords, all_layers)]
+
+    def _pool(self, state: Tensor) -> Tensor:
+        pooled: Tensor = self.norm(state[:, 1:].mean(1) if self.config.global_pool else state[:, 0])
+        return pooled
 
     def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
+        out = self.encoder(self._tokens(x, coords), return_all=all_layers)
+        states: list[Tensor] = out[1] if all_layers else [out]
+        return states
+
+    def _tokens(self, x: Tensor, coords: Tensor) -> Tensor:
+        """The input (b, 1 + n, embed_dim) of the first layer."""
         config, cls_token = self.config, self.cls_token
         try:
             tiles = self.patch_embed(x.to(cls_token.dtype))
@@ -236,10 +299,14 @@ class LongNetViT(PretrainedModel):
             raise
         cells = tile_cells(coords, config.tile_size, config.slide_ngrids)
         tiles = tiles + cell_embeddings(cells, config.d_model, config.slide_ngrids, cls_token.dtype)
-        tokens = torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1)
-        out = self.encoder(self.dropout(tokens), return_all=all_layers)
-        states: list[Tensor] = out[1] if all_layers else [out]
-        return states
+        tokens: Tensor = self.dropout(torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1))
+        return tokens
+
+    def _kept(self, padding_mask: Tensor) -> Tensor:
+        kept = ~padding_mask
+        if not all(counts := kept.sum(1).tolist()):
+            raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
+        return kept
 
     def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
         for name, tensor in {"x": x, "coords": coords, "padding_mask": padding_mask}.items():
@@ -272,40 +339,6 @@ class LongNetViT(PretrainedModel):
             )
 
 
-def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
-    """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
-
-    A cell outside the grid is an error; a table that is read by a flat index would give another cell's row.
-    """
-    if not coords.is_floating_point() and not coords.is_complex() and coords.dtype != torch.bool:
-        coords = coords.long()  # narrow integers have no room for tile_size
-    elif coords.dtype not in _FINE:
-        raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
-    cells = torch.div(coords, tile_size, rounding_mode="floor")
-    inside = (cells >= 0) & (cells < slide_ngrids)
-    if not inside.all():
-        worst = coords[~inside.all(-1)][0].tolist()
-        raise ValueError(
-            f"coords must lie on the grid, at least 0 and below slide_ngrids x tile_size = "
-            f"{slide_ngrids} x {tile_size} = {slide_ngrids * tile_size}, got a tile at {worst}"
-        )
-    return cells.long()
-
-
-def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.dtype) -> Tensor:
-    """Embeddings (..., width) of cells (..., 2): of the second coordinate in one half, then of the first.
-
-    A half holds the sines, then the cosines of the coordinate at width / 4 frequencies from 1 down towards
-    1 / 10000: rows of Prov-GigaPath's table, which takes 3 GB, from one axis of the grid.
-    """
-    quarter = width // 4
-    # On the CPU: not every device has float64, in which the angles keep their precision.
-    step = torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter
-    angle = torch.arange(slide_ngrids, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-step
-    axis = torch.cat([angle.sin(), angle.cos()], -1).to(cells.device, dtype)
-    return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)
-
-
 def load_gigapath_state(
     model: LongNetViT, state: Mapping[str, Any], *, prefix: str = "", strict: bool = True
 ) -> LoadReport:
@@ -319,28 +352,5 @@ def load_gigapath_state(
         raise TypeError(f"model must be a LongNetViT, got {type(model).__name__}")
     check_flags(strict=strict)
     named, outside = plain_names(unwrap_state(state, source="state"), prefix)
-    found, dropped = split_slide_state(model, named)
+    found, dropped = split_slide_state(model.encoder, named)
     return replace(copy_state(model, found, strict=strict), dropped=dropped, outside=outside)
-
-
-def split_slide_state(
-    model: LongNetViT, named: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Tensors of Prov-GigaPath by the names of `model`, and the names of what it computes or checks."""
-    inside, outside = plain_names(named, "encoder.")
-    layers, constants = split_torchscale_state(model.encoder, inside)
-    state = {name: named[name] for name in outside} | {f"encoder.{name}": x for name, x in layers.items()}
-    table = () if state.pop("pos_embed", None) is None else ("pos_embed",)
-    return state, (*table, *(f"encoder.{name}" for name in constants))
-
-
-def _sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
-    """The arguments of `LongNetViT` that the shapes of a state dict tell."""
-    for name in ("patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight"):
-        if name not in state or state[name].dim() != 2:
-            got = f"one of {tuple(state[name].shape)}" if name in state else "none"
-            raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
-    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
-    layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
-    sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
-    return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}

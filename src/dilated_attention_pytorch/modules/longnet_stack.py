@@ -186,7 +186,7 @@ class LongNetDecoder(LongNetStack):
     Args:
         cross_attention: "dense", "dilated" or None; see `DilatedTransformerDecoderLayer`.
         gamma_init: by default `magneto_gamma` of a decoder, with cross attention of one behind an encoder.
-        The others are those of `LongNetEncoder`.
+        Others: as in `LongNetEncoder`.
     """
 
     config_class = LongNetDecoderConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention_maps import attention_rows
+from ..attention_maps import attention_rows, attention_sums
 from ..checks import (
     check_device,
     check_flags,
@@ -192,15 +192,27 @@ class MultiheadModule(nn.Module):
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
         dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        masks = (key_padding_mask, False, None, is_causal)
-        call = Call(query, query, query, *masks, positions, batch_first=self.batch_first)
-        attend = check_call(self, call)
-        if not isinstance(self.attention, DilatedAttention):
-            raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
-        if self.is_sharded:
-            raise ValueError("attention_rows needs the whole sequence in one process, got a part in each")
-        q, k, _ = self._heads(call, attend)
+        call = Call(
+            *(query, query, query, key_padding_mask, False, None, is_causal, positions),
+            batch_first=self.batch_first,
+        )
+        q, k, attend = self._mapped_heads(call)
         return self._rows(q, k, rows, is_causal, attend)
+
+    def attention_sums(self, query: Tensor, weights: Tensor, *, residual: bool = False) -> Tensor:
+        """`weights @ A` for weights (b, r, n), where A (b, n, n) is the mean over heads of `attention_rows`.
+
+        With `residual` it is a step of attention rollout, `weights @ M`: M is A plus the identity, each row
+        divided by its sum. Time and memory are those of a training step of the attention: A is never built.
+        """
+        check_flags(residual=residual)
+        q, k, _ = self._mapped_heads(Call(query, query, query, batch_first=self.batch_first))
+        if not isinstance(weights, Tensor) or weights.shape[::2] != q.shape[:2] or weights.dim() != 3:
+            got = tuple(weights.shape) if isinstance(weights, Tensor) else weights
+            raise ValueError(f"weights must have the shape (b, r, n) for query (b, n, embed_dim), got {got}")
+        spec = replace(self.attention.spec, dropout_p=0.0, detach_mixing=False)
+        execution = replace(self.attention._execution, memory="fresh")
+        return attention_sums(q, k, weights, spec, execution, residual=residual)
 
     def make_cache(self, batch_size: int, device: Device = None, dtype: Dtype = None) -> DilatedKVCache:
         """An empty cache for `forward`; device and dtype are those of the first tokens by default."""
@@ -277,6 +289,16 @@ class MultiheadModule(nn.Module):
             raise
         heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
         return heads if self.batch_first else [x.transpose(0, 1) for x in heads]
+
+    def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys whose probabilities can be told, and which keys are attended."""
+        attend = check_call(self, call)
+        if not isinstance(self.attention, DilatedAttention):
+            raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
+        if self.is_sharded:
+            raise ValueError("attention_rows needs the whole sequence in one process, got a part in each")
+        q, k, _ = self._heads(call, attend)
+        return q, k, attend
 
     def _rows(self, q: Tensor, k: Tensor, rows: Any, is_causal: bool, attend: Tensor | None) -> Tensor:
         of_spec = {name: getattr(self.attention.spec, name) for name in (*OF_SPEC, "tail")}

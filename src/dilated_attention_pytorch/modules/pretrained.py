@@ -98,24 +98,38 @@ class PretrainedModel(nn.Module):
         return model.eval()
 
 
-def find_folder(folder: str | os.PathLike[str], files: Sequence[str], revision: str | None = None) -> Path:
-    """A path that exists, or else the downloaded `files` of the repository on the Hugging Face Hub."""
+def find_folder(
+    folder: str | os.PathLike[str],
+    files: Sequence[str],
+    revision: str | None = None,
+    needed: Sequence[str] | None = None,
+) -> Path:
+    """A path that exists, or else the downloaded `files` of the repository on the Hugging Face Hub.
+
+    Where they cannot be downloaded, the error has the command that gets `needed`, by default all of them.
+    """
     path = Path(folder)
     if path.exists() or not (isinstance(folder, str) and _HUB_ID.fullmatch(folder)):
         if revision is not None:
             raise ValueError(f"revision must be that of a repository on the Hub, got {revision!r} of {path}")
         return path
     rule = f"{folder!r} must be a folder, or a repository on the Hugging Face Hub"
+    command = f"hf download {folder} {' '.join(files if needed is None else needed)}"
+    command += f"{f' --revision {revision}' if revision else ''} --local-dir {path.name}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise FileNotFoundError(
-            f"{rule}, got no such folder: install huggingface_hub, or download {' and '.join(files)}"
+            f"{rule}, got no such folder, and no huggingface_hub, which would download it: "
+            f"`pip install huggingface_hub && {command}`, then load the folder {path.name}"
         ) from error
     try:  # as one commit has them
         return Path(snapshot_download(folder, revision=revision, allow_patterns=list(files)))
     except OSError as error:
-        raise FileNotFoundError(f"{rule}, got no such folder, and from the Hub: {error}") from error
+        raise FileNotFoundError(
+            f"{rule}, got no such folder, and from the Hub: {error}. By hand: `{command}`, after "
+            "`hf auth login` where access must be granted"
+        ) from error
 
 
 def assign_tensors(

@@ -241,7 +241,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             Without sub-layer norm and position encoding, as in torchscale. "dense" is refused in a ring, of
             whose processes each has a part of the memory. Of the attention's options it has num_kv_heads,
             attention_dropout, bias and softmax_scale; the others are of dilated attention only.
-        The others are those of `DilatedTransformerEncoderLayer`.
+        Others: as in `DilatedTransformerEncoderLayer`.
 
     With a cache dense attention projects the memory anew in each call.
     """

@@ -85,6 +85,7 @@ class RingSchedule:
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks share the sequence."""
         return len(self.shard_lengths)
 
     @cached_property

@@ -12,6 +12,7 @@ from typing import Any
 import common
 import cpu
 import draw_patterns
+import lengths
 import memory
 import models
 import native
@@ -419,3 +420,18 @@ def test_pictures_are_those_that_the_library_draws(
     assert sorted(shown) == sorted(draw_patterns.example_patterns())
     with pytest.raises(SystemExit):
         draw_patterns.main([str(tmp_path / "none")])
+
+
+def test_picture_of_the_readme_shows_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn, shown = tmp_path / "lengths.svg", ROOT / "docs" / "images" / "lengths.svg"
+    assert common.main("lengths", ["--render", "--picture", str(drawn)]) == 0
+    titles = [re.findall(r"<title>(.*?)</title>", path.read_text()) for path in (drawn, shown)]
+    assert titles[0] == titles[1]  # a point each; where it lies depends on the version of matplotlib
+    record = read_record(RESULTS / "lengths.json")
+    assert len(titles[0]) == sum(len(result.seconds) for result in record.results)
+    least = min(record.results[0].seconds["sdpa"])
+    assert titles[0][0] == f"{lengths.NAMES['sdpa']}: 1,024, {1e3 * least:,.0f}"
+    assert "currentColor" not in drawn.read_text()
+    with pytest.raises(SystemExit):
+        common.main("cpu", ["--render", "--picture", str(drawn)])
+    assert "--picture" in capsys.readouterr().err
