@@ -51,7 +51,9 @@ def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
         raise TypeError(f"coords must be integers, float32 or float64, got {coords.dtype}")
     cells = torch.div(coords, tile_size, rounding_mode="floor")
     inside = (cells >= 0) & (cells < slide_ngrids)
-    if not inside.all():
+    if torch.compiler.is_compiling():
+        torch._assert_async(inside.all(), "coords must lie on the grid")
+    elif not inside.all():
         worst = coords[~inside.all(-1)][0].tolist()
         raise ValueError(
             f"coords must lie on the grid, at least 0 and below slide_ngrids x tile_size = "
