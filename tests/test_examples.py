@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from matplotlib.image import imread
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -92,6 +95,27 @@ def test_a_slide_is_encoded_from_a_file_of_weights() -> None:
     peak = re.search(r"^peak memory (\S+) GB$", text, re.MULTILINE)
     assert peak is not None
     assert 0.1 < float(peak[1]) < 2
+
+
+def test_slides_are_told_apart_by_a_patch_that_the_heat_map_shows(tmp_path: Path) -> None:
+    picture = tmp_path / "map.png"
+    text = run_example("finetune_slides.py", "--heat-map", str(picture))
+    frozen, tuned = (float(each) for each in re.findall(r"^\S+: epoch \d+, test AUC (\S+)$", text, re.M))
+    assert frozen < tuned
+    assert tuned > 0.95
+    share = re.search(r"^attention of the patch: (\S+) times its share", text, re.M)
+    assert share is not None
+    assert float(share[1]) > 5
+    cells = re.search(r"the patch is at cells (.*)$", text, re.M)
+    assert cells is not None
+    brightness = torch.from_numpy(imread(picture)).sum(-1)
+    side = brightness.shape[0] // 12  # pixels of a cell
+    cell = brightness[side // 2 :: side, side // 2 :: side]
+    planted = torch.zeros_like(cell, dtype=torch.bool)
+    for x, y in json.loads(cells[1]):
+        planted[y, x] = True
+    others = ~planted & (cell < 3)  # white is no tile
+    assert cell[planted].mean() > 1.3 * cell[others].mean()
 
 
 def test_a_model_of_transformers_learns_and_goes_on_from_padded_prompts() -> None:

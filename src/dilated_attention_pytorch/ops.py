@@ -278,15 +278,17 @@ def _read(spec: str, execution: str) -> tuple[Dilated | BlockSparse, Execution]:
 _NUM_TENSORS = len(Tensors._fields)
 _ARGUMENTS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Tensors._fields)
 _ARGUMENTS += ", str spec, str execution"
+# Of the package, or of the name under which a copy of it is loaded beside it: both register their ops.
+_NAMESPACE = __name__.partition(".")[0]
 # `torch.library.custom_op` would cost twice as much a call.
-_LIBRARY: Any = torch.library.Library("dilated_attention_pytorch", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(
     f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGUMENTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_OPS = torch.ops.dilated_attention_pytorch
+_OPS = getattr(torch.ops, _NAMESPACE)
 attention_op, attention_backward_op = _OPS.attention.default, _OPS.attention_backward.default
 
 
@@ -399,8 +401,8 @@ def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 _LIBRARY.impl("attention", lambda *args: _run(args), "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _autograd, "Autograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("dilated_attention_pytorch::attention", _fake, lib=_LIBRARY)
-torch.library.register_fake("dilated_attention_pytorch::attention_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::attention", _fake, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::attention_backward", _fake_backward, lib=_LIBRARY)
 
 
 def _flops(direction: Pass, args: tuple[Any, ...]) -> int:

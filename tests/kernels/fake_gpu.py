@@ -27,8 +27,8 @@ from support.public_calls import FUNCTIONS, MODEL, MODELS, MODULES, TOKENS, Name
 
 CALLED = ("dilated_attention", "ring_dilated_attention", "block_sparse_attention")
 NOT_TRACED = ("ring_dilated_attention",)  # processes exchange what no graph holds
-# What looks at the numbers of a tensor, which fake ones do not have: coordinates, or blocks to choose.
-NOT_FAKED = ("LongNetViT()", "BlockSparseAdaptiveDilatedAttention()")
+NOT_CALLED = ("LongNetViT()",)  # it looks at coordinates, which fake tensors do not have
+NOT_FAKED = ("BlockSparseAdaptiveDilatedAttention()",)  # its blocks depend on what the tensors hold
 
 
 class Call(nn.Module):
@@ -73,7 +73,8 @@ def check(name: str, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) 
     expected = facts(make()(**tensors), "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         module, inputs = make(), {key: torch.empty(x.shape, dtype=x.dtype) for key, x in tensors.items()}
-        assert facts(module(**inputs), "cuda") == expected
+        if name not in NOT_CALLED:
+            assert facts(module(**inputs), "cuda") == expected
         if name not in NOT_TRACED:
             exported = torch.export.export(module, (), inputs)
             results = [x.meta["val"] for x in exported.graph.output_node().args[0] if x is not None]

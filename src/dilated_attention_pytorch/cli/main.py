@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": "compare modules by name, measure time, memory and limits",
     "train": "train a byte-level language model on text files",
     "generate": "continue a text with a trained model",
+    "hub-kernel": "write this package as a repository for Hugging Face's kernels",
     "slide": "embed slides from tile features, and paint where attention goes",
 }
 # The extra that installs a package which is imported where it is used.

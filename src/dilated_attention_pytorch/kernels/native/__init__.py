@@ -39,6 +39,8 @@ def load_library() -> ctypes.CDLL | str:
     if os.environ.get("DILATED_ATTENTION_ISA") == "none":
         return "DILATED_ATTENTION_ISA=none switches it off"
     if not LIBRARY.exists():
+        if not Path(__file__).with_name("kernel.c").exists():
+            return "this copy of the package comes without it; the installed package has it"
         return f"it is not compiled, which `python -m {__name__}.build` does where there is a C compiler"
     try:
         library = ctypes.CDLL(str(LIBRARY))
