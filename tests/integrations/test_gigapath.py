@@ -167,6 +167,45 @@ def test_names_shapes_and_count_are_those_of_the_published_model() -> None:
     assert (spec.head_offsets, spec.tail, spec.detach_mixing) == ("blocked", "phantom", False)
 
 
+def test_architectures_have_the_sizes_of_their_names(tmp_path: Path) -> None:
+    for name, channels, depth, width in (
+        ("gigapath_slide_enc12l768d", 1536, 12, 768),
+        ("gigapath_slide_enc12l384d", 384, 12, 384),
+        ("gigapath_slide_enc24l1024d", 1536, 24, 1024),
+        ("gigapath_slide_enc12l1536d", 1536, 12, 1536),
+    ):
+        model = LongNetViT.from_arch(name, device="meta", global_pool=True)
+        shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        assert shapes == slide_shapes(channels, depth, width, 4 * width)
+        assert model.config.nhead == 16
+        assert model.config.global_pool
+    flash = "gigapath_slide_enc12l384d"
+    model = LongNetViT.from_arch(flash, device="meta")
+    assert model.encoder.layers[0].self_attn.head_dim == 24
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_489_408
+    with pytest.raises(ValueError, match=r"arch must be one of .*enc12l384d.*, got 'vit'"):
+        LongNetViT.from_arch("vit")
+
+
+def test_weights_must_be_of_the_architecture_that_is_asked_for(tmp_path: Path) -> None:
+    arch = "gigapath_slide_enc12l384d"
+    model = LongNetViT.from_arch(arch, dtype=torch.bfloat16).eval()
+    path = published(tmp_path, model.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    x, coords = torch.randn(1, 5, 384), torch.randint(0, 256000, (1, 5, 2))
+    for source in (path, tmp_path / "saved"):
+        assert torch.equal(LongNetViT.from_pretrained(source, arch=arch)(x, coords)[0], model(x, coords)[0])
+        message = (
+            r"must have the sizes of gigapath_slide_enc12l768d, .*got {'in_chans': 384, 'embed_dim': 384}"
+        )
+        with pytest.raises(ValueError, match=message):
+            LongNetViT.from_pretrained(source, arch="gigapath_slide_enc12l768d")
+    with pytest.raises(ValueError, match=r"got {'nhead': 12}"):
+        LongNetViT.from_pretrained(path, arch=arch, nhead=12)
+    with pytest.raises(ValueError, match="arch must be one of"):
+        LongNetViT.from_pretrained(path, arch="vit")
+
+
 @pytest.mark.parametrize(
     ("size", "tile", "expected"),
     [

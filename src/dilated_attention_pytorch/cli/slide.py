@@ -15,6 +15,7 @@ from ..core.host_memory import is_out_of_memory
 from ..integrations.gigapath import LongNetViT
 from ..integrations.slide_maps import heat_map, write_png
 from ..integrations.slides import HDF5, Slide, read_slide, write_embedding
+from ..integrations.tile_grid import grid_coords
 from .text import Progress, show_seconds
 
 DONE, FAILED = 0, 1
@@ -122,7 +123,7 @@ def _embed(
 ) -> tuple[Tensor, Tensor | None]:
     """The embedding (d,) of a slide, and the weights (n,) of its tiles, in float32 on the CPU."""
     device = model.cls_token.device
-    coords = slide.grid_coords(tile_size, model.config.tile_size)
+    coords = grid_coords(slide.coords, tile_size, model.config.tile_size)
     x = slide.features.to(device).unsqueeze(0), coords.to(device).unsqueeze(0)
     if not with_map:
         return model(*x)[0][0].float().cpu(), None

@@ -34,19 +34,6 @@ class Slide:
     tile_size: float | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
-    def grid_coords(self, tile_size: float, unit: int) -> Tensor:
-        """Coordinates int64 (n, 2) of the same cells on a grid of tiles with the side `unit`.
-
-        A `LongNetViT` divides coordinates by its own tile_size; so tiles of another magnification get the
-        cells that they have at its own.
-        """
-        if not tile_size > 0:
-            raise ValueError(f"tile_size must be positive, got {tile_size}")
-        places = self.coords.double() / tile_size
-        if self.coords.is_floating_point():  # micrometres, which rounding may have put before their cell
-            places = places + 1e-3
-        return places.floor().long() * unit
-
 
 def read_slide(path: str | Path) -> Slide:
     """Reads tile features and coordinates; the suffix decides between HDF5, zarr, `.pt` and `.npz`.

@@ -26,6 +26,20 @@ def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -
     return tuple(math.floor(2.0 ** (10 + (last - 10) * step / 4)) for step in range(5))
 
 
+def grid_coords(coords: Tensor, tile_size: float, unit: int = 256) -> Tensor:
+    """Coordinates int64 (..., 2) of the same cells on a grid of tiles with the side `unit`.
+
+    For tiles of another side, such as 512 pixels of a slide at 40x that are 256 at 20x, or in micrometres: a
+    `LongNetViT` divides coordinates by its own tile_size, which is to be `unit`.
+    """
+    if not tile_size > 0:
+        raise ValueError(f"tile_size must be positive, got {tile_size}")
+    check_positive_int("unit", unit)
+    # On the CPU, for float64; micrometres may be rounded to just before their cell, pixels are whole.
+    cells = coords.cpu().double() / tile_size + (1e-3 if coords.is_floating_point() else 0.0)
+    return cells.floor().long().to(coords.device) * unit
+
+
 def tile_cells(coords: Tensor, tile_size: int, slide_ngrids: int) -> Tensor:
     """Cells int64 (..., 2) of the pixel coordinates (..., 2) of tiles: `floor(coords / tile_size)`.
 
