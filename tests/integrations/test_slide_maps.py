@@ -147,7 +147,7 @@ def test_padding_gets_nothing_and_changes_nothing(global_pool: bool, rollout: bo
     chosen = model.attention_maps(x, coords, [30, 0], padding_mask=padding, rollout=rollout)
     alone = model.attention_maps(x[1:2, ~padding[1]], coords[1:2, ~padding[1]], [13, 0], rollout=rollout)
     assert (chosen[1:2][..., ~padding[1]] - alone).abs().max() < DOUBLE
-    with pytest.raises(ValueError, match=r"rows must be tiles of each slide, got \[5\], padding"):
+    with pytest.raises(ValueError, match=r"rows must be tiles of each slide, got \[5\], padding in slide 1"):
         model.attention_maps(x, coords, [0, 5], padding_mask=padding)
 
 

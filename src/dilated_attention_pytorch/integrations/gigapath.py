@@ -6,20 +6,21 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_dense, check_device, check_flags, check_float_dtype, one_of
+from ..checks import check_dense, check_device, check_flags, check_float_dtype
 from ..modules.call_checks import explain_mismatch
 from ..modules.longnet_config import StackConfig
 from ..modules.longnet_stack import LongNetEncoder
 from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
 from ..modules.state_dicts import LoadReport, copy_state
 from ..modules.transformer import Device, Dtype
-from .gigapath_weights import ARCHITECTURES, GIGAPATH_FILE, check_arch, slide_sizes, split_slide_state
-from .slide_maps import encode_with_maps, layer_numbers, row_numbers, rows_without_padding
+from .gigapath_weights import GIGAPATH_FILE, arch_sizes, check_arch, slide_sizes, split_slide_state
+from .slide_maps import encode_with_maps, layer_numbers, maps_one_by_one, row_numbers
 from .tile_grid import cell_embeddings, gigapath_segment_lengths, tile_cells
 from .torchscale import plain_names, read_checkpoint, unwrap_state
 
@@ -122,10 +123,9 @@ class LongNetViT(PretrainedModel):
         """A new model of the sizes that Prov-GigaPath gives a name, with initial weights.
 
         `gigapath_slide_enc12l768d` is Prov-GigaPath's, `gigapath_slide_enc12l384d` that of GigaPath-Flash;
-        `ARCHITECTURES` holds all. `options` are arguments of the class.
+        `gigapath_weights.ARCHITECTURES` holds all. `options` are arguments of the class.
         """
-        one_of("arch", arch, tuple(ARCHITECTURES))
-        return cls(**{**ARCHITECTURES[arch], **options})
+        return cls(**{**arch_sizes(arch), **options})
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
@@ -179,7 +179,7 @@ class LongNetViT(PretrainedModel):
     @torch.no_grad()
     def attention_maps(
         self,
-        x: Tensor,
+        tiles: Tensor,
         coords: Tensor,
         rows: Sequence[int] | Tensor | None = None,
         layers: Sequence[int] | None = None,
@@ -195,7 +195,7 @@ class LongNetViT(PretrainedModel):
         with n, never with n x n. It is no input of a loss: there is no gradient.
 
         Args:
-            x, coords, padding_mask: as in `forward`.
+            tiles, coords, padding_mask: as in `forward`.
             rows: positions of tokens: 0 is the class token, 1 + i is tile i. By default what the embedding is
                 made of: the class token or, with global_pool, the mean over all tiles, one row of maps.
             layers: numbers of layers, negative ones from the last; all by default.
@@ -207,24 +207,18 @@ class LongNetViT(PretrainedModel):
                 token sees its own segments more than those beyond them; this leaves what the tiles add.
             return_embedding: also the embedding (b, embed_dim) that `forward` gives, from the same pass.
         """
-        self._check(x, coords, padding_mask)
+        self._check(tiles, coords, padding_mask)
         check_flags(rollout=rollout, relative=relative, return_embedding=return_embedding)
         chosen = layer_numbers(layers, self.config.num_layers)
-        index = row_numbers(rows, x.shape[1], x.device, pooled=self.config.global_pool)
+        index = row_numbers(rows, tiles.shape[1], tiles.device, pooled=self.config.global_pool)
         if padding_mask is None:
             how = (index, chosen, rollout, relative)
-            maps, states = encode_with_maps(self.encoder, self._tokens(x, coords), *how)
-            return (maps, self._pool(states)) if return_embedding else maps
-        found, embeddings = [], []
-        for row, kept in enumerate(self._kept(padding_mask)):
-            own = None if index is None else rows_without_padding(index, kept)
-            slide = (x[row : row + 1, kept], coords[row : row + 1, kept], own, layers)
-            options: dict[str, Any] = {"rollout": rollout, "relative": relative, "return_embedding": True}
-            maps, embedding = self.attention_maps(*slide, **options)
-            found.append(maps.new_zeros(*maps.shape[:-1], len(kept)))
-            found[-1][..., kept] = maps
-            embeddings.append(embedding)
-        return (torch.cat(found), torch.cat(embeddings)) if return_embedding else torch.cat(found)
+            maps, states = encode_with_maps(self.encoder, self._tokens(tiles, coords), *how)
+            embedding = self._pool(states)
+        else:
+            alone = partial(self.attention_maps, layers=layers, rollout=rollout, relative=relative)
+            maps, embedding = maps_one_by_one(alone, tiles, coords, index, self._kept(padding_mask))
+        return (maps, embedding) if return_embedding else maps
 
     @classmethod
     def _arguments(cls, config: StackConfig) -> dict[str, Any]:
@@ -247,14 +241,11 @@ class LongNetViT(PretrainedModel):
         `folder` is one of `save_pretrained`, or its model.safetensors; or with Prov-GigaPath's names and no
         settings, one that holds slide_encoder.pth, or a file: .safetensors, or of torch.save with a state
         dict, also under "model". Without settings the sizes are read from the weights, but for the number of
-        heads (16 unless given). With `arch`, a name of `ARCHITECTURES`, they must be those of that name.
+        heads (16 unless given). With `arch`, a name that `from_arch` takes, they must be those of that name.
         Repositories of the Hub, also with timm's prefix "hf_hub:", `device`, `dtype`, `revision` and
         `options` are as in the other models.
         """
-        if arch is not None:
-            one_of("arch", arch, tuple(ARCHITECTURES))
-        if isinstance(folder, str):
-            folder = folder.removeprefix(_HUB_PREFIX)
+        folder = folder.removeprefix(_HUB_PREFIX) if isinstance(folder, str) else folder
         files = (GIGAPATH_FILE, CONFIG_FILE, WEIGHTS_FILE)
         path = find_folder(folder, files, revision, needed=files[:1])
         if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file():

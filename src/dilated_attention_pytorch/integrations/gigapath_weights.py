@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checks import one_of
 from ..modules.longnet_stack import LongNetEncoder
 from .torchscale import plain_names, split_torchscale_state
 
@@ -47,8 +48,14 @@ def slide_sizes(state: Mapping[str, Tensor], *, source: str) -> dict[str, int]:
     return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}
 
 
+def arch_sizes(arch: str) -> Mapping[str, int]:
+    """The arguments of `LongNetViT` that a name stands for."""
+    one_of("arch", arch, tuple(ARCHITECTURES))
+    return ARCHITECTURES[arch]
+
+
 def check_arch(arch: str | None, sizes: Mapping[str, Any], *, source: str) -> None:
     """Raises where sizes are not those of the name; what they do not tell, as the heads, is."""
-    wanted = {} if arch is None else ARCHITECTURES[arch]
+    wanted = {} if arch is None else arch_sizes(arch)
     if odd := {name: sizes[name] for name, size in wanted.items() if sizes.get(name, size) != size}:
         raise ValueError(f"{source} must have the sizes of {arch}, {dict(wanted)}, got {odd}")

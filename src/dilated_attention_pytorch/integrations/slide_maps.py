@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,25 @@ def row_numbers(
     return row_index([0] if rows is None else rows, 1 + n, device)
 
 
-def rows_without_padding(rows: Tensor, kept: Tensor) -> Tensor:
-    """Positions of tokens where only the kept (n,) tiles follow the class token."""
-    there = torch.nn.functional.pad(kept, (1, 0), value=True)
-    if not there[rows].all():
-        raise ValueError(f"rows must be tiles of each slide, got {rows[~there[rows]].tolist()}, padding")
-    return (there.cumsum(0) - 1)[rows]
+def maps_one_by_one(
+    alone: Callable[..., Any], x: Tensor, coords: Tensor, rows: Tensor | None, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Maps, 0 at padding, and embeddings of slides of which only `kept` (b, n) tiles are there.
+
+    `alone` gives those of one slide without padding; in `rows`, positions of tokens, tiles count as given.
+    """
+    maps, embeddings = [], []
+    for number, there in enumerate(torch.nn.functional.pad(kept, (1, 0), value=True)):
+        if rows is not None and not there[rows].all():
+            lost = rows[~there[rows]].tolist()
+            raise ValueError(f"rows must be tiles of each slide, got {lost}, padding in slide {number}")
+        own = None if rows is None else (there.cumsum(0) - 1)[rows]
+        slide = (each[number : number + 1, there[1:]] for each in (x, coords))
+        found, embedding = alone(*slide, own, return_embedding=True)
+        maps.append(found.new_zeros(*found.shape[:-1], len(there) - 1))
+        maps[-1][..., there[1:]] = found
+        embeddings.append(embedding)
+    return torch.cat(maps), torch.cat(embeddings)
 
 
 def encode_with_maps(
