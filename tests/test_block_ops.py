@@ -35,7 +35,19 @@ def make_pattern(layouts: int = 1, seed: int = 0, *, is_causal: bool = False) ->
     return BlockPattern.from_layout(layout, N, SIZE, is_causal=is_causal)
 
 
-PATTERN = make_pattern()
+def make_tiled(layouts: int = 1) -> BlockPattern:
+    """A third of the pairs at random in half of the kept blocks, the others whole."""
+    plain, rng = make_pattern(layouts, 5), torch.Generator().manual_seed(5)
+    tile_of = torch.arange(len(plain.columns), dtype=torch.int32) % 6 - 3
+    tiles = torch.rand(3, SIZE, SIZE, generator=rng) < 0.3
+    return BlockPattern(N, SIZE, plain.starts, plain.columns, False, tiles, tile_of.clamp_min(-1))
+
+
+PATTERN, TILED = make_pattern(), make_tiled()
+
+
+def tables(pattern: BlockPattern) -> tuple[Tensor | None, ...]:
+    return pattern.starts, pattern.columns, pattern.tiles, pattern.tile_of
 
 
 def qkv(dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:
@@ -73,7 +85,12 @@ PATTERNS: list[tuple[BlockPattern, dict[str, Any]]] = [
     *((make_pattern(layouts, layouts), {"is_causal": x}) for layouts in (1, 6, 12) for x in (False, True)),
     (make_pattern(seed=4, is_causal=True), {"is_causal": True}),
 ]
-OPTIONS = [(PATTERN, {"key_mask": torch.rand(2, N) > 0.3}), (PATTERN, {"dropout_p": 0.3, "scale": 0.2})]
+OPTIONS = [
+    (PATTERN, {"key_mask": torch.rand(2, N) > 0.3}),
+    (PATTERN, {"dropout_p": 0.3, "scale": 0.2}),
+    (TILED, {}),
+    (make_tiled(6), {"is_causal": True}),
+]
 
 
 @pytest.mark.parametrize("calls", [PATTERNS, OPTIONS], ids=["patterns", "options"])
@@ -100,9 +117,9 @@ class Sparse(torch.nn.Module):
         return block_sparse_attention(q, k, v, self.pattern)
 
 
-@pytest.mark.parametrize("layouts", [1, 6])
-def test_export_round_trips(layouts: int) -> None:
-    module = Sparse(make_pattern(layouts))
+@pytest.mark.parametrize("pattern", [PATTERN, make_pattern(6), TILED], ids=["one", "heads", "tiles"])
+def test_export_round_trips(pattern: BlockPattern) -> None:
+    module = Sparse(pattern)
     tensors = tuple(x.detach() for x in qkv())
     program = torch.export.export(module, tensors)
     file = io.BytesIO()
@@ -118,12 +135,13 @@ def test_export_round_trips(layouts: int) -> None:
 def test_opcheck(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = qkv(dtype, b=1)
     mask = torch.rand(1, N) > 0.2 if masked else None
-    rest = (mask, None, None, PATTERN.starts, PATTERN.columns)
-    torch.library.opcheck(attention_op, (q, k, v, *rest, *strings()))
+    pattern = TILED if masked else PATTERN
+    rest = (mask, None, None, *tables(pattern))
+    torch.library.opcheck(attention_op, (q, k, v, *rest, *strings(pattern.key)))
     strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    causal = strings(causal=True, memory="fresh", use_pattern_cache=False)
+    causal = strings(pattern.key, causal=True, memory="fresh", use_pattern_cache=False)
     torch.library.opcheck(attention_op, (strided, k, v, *rest, *causal))
-    tensors = (*(x.detach() for x in (q, k, v)), *rest, *strings())
+    tensors = (*(x.detach() for x in (q, k, v)), *rest, *strings(pattern.key))
     out, lse = attention_op(*tensors)
     grad_lse = torch.randn_like(lse) if masked else None
     torch.library.opcheck(attention_backward_op, (torch.randn_like(out), grad_lse, out, lse, *tensors))
@@ -132,8 +150,8 @@ def test_opcheck(dtype: torch.dtype, masked: bool) -> None:
 def test_opcheck_of_a_recipe_and_of_dropout() -> None:
     q, k, v = qkv(b=1)
     recipe = write_recipe(SparsePatternConfig("dilated_sparse", 0.4, SIZE), ((16, 1), (32, 2)))
-    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 5, *strings(recipe, 0)))
-    dropout = (None, None, torch.tensor([7]), PATTERN.starts, PATTERN.columns, *strings(dropout_p=0.3))
+    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 7, *strings(recipe, 0)))
+    dropout = (None, None, torch.tensor([7]), *tables(TILED), *strings(TILED.key, dropout_p=0.3))
     torch.library.opcheck(attention_op, (q, k, v, *dropout))
 
 
@@ -143,7 +161,7 @@ def test_a_recipe_is_the_pattern_that_it_describes() -> None:
     pattern = build_block_pattern(config, N, 6)
     expected = block_sparse_attention(q, k, v, pattern, scale=0.3, execution=Execution(workspace_bytes=2**16))
     by_recipe = strings(write_recipe(config, ()), 0)
-    out, _ = attention_op(q, k, v, *(None,) * 5, *by_recipe)
+    out, _ = attention_op(q, k, v, *(None,) * 7, *by_recipe)
     assert torch.equal(out, expected)
 
 
@@ -233,6 +251,8 @@ def test_calling_the_op_directly_is_validated_too() -> None:
     changed = strings(use_pattern_cache=False)
     wrong = torch.full_like(PATTERN.columns, 9)
     with pytest.raises(ValueError, match="columns must lie in 0 to 4, got 9 to 9"):
-        attention_op(q, k, v, None, None, None, PATTERN.starts, wrong, *changed)
+        attention_op(q, k, v, None, None, None, PATTERN.starts, wrong, None, None, *changed)
     with pytest.raises(ValueError, match="starts must have one entry a row"):
-        attention_op(q, k, v, None, None, None, PATTERN.starts[:-1], PATTERN.columns, *changed)
+        attention_op(q, k, v, None, None, None, PATTERN.starts[:-1], *tables(PATTERN)[1:], *changed)
+    with pytest.raises(TypeError, match=r"tiles must be a 3-d torch\.bool tensor on the cpu, got None"):
+        attention_op(q, k, v, None, None, None, *tables(TILED)[:2], None, TILED.tile_of, *changed)

@@ -21,7 +21,7 @@ from support.tolerances import assert_close, assert_same_gradients
 SEGMENTS, RATES = (8, 14, 40), (1, 2, 5)
 DROPOUT = DilatedAttention(SEGMENTS, RATES, attention_dropout=0.2)
 SPEC = write_spec("dilated", DilatedSpec(SEGMENTS, RATES, True, 0.3), 1, ())
-OPTIONS = (None, None, None, SPEC, write_execution(Execution("auto", 2**20, "pool")))  # after cu_seqlens
+OPTIONS = (*(None,) * 5, SPEC, write_execution(Execution("auto", 2**20, "pool")))  # after cu_seqlens
 
 
 def qkv(n: int, dtype: torch.dtype = torch.float32, b: int = 2) -> tuple[Tensor, ...]:

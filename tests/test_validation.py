@@ -296,7 +296,7 @@ def test_segments_bind_blocks_of_dilated_patterns_alone() -> None:
 def test_calling_the_op_directly_is_validated_too() -> None:
     spec = write_spec("dilated", DilatedSpec([9], [1], True, 0.3)).replace("(9,)", "(0,)")
     with pytest.raises(ValueError, match="segment_lengths must be positive"):
-        attention_op(X, X, X, None, None, None, None, None, spec, write_execution(Execution()))
+        attention_op(X, X, X, *(None,) * 7, spec, write_execution(Execution()))
 
 
 def test_a_spec_stands_for_its_options() -> None:

@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from .block_sparse import (
         block_sparse_attention as block_sparse_attention,
         build_block_pattern as build_block_pattern,
+        create_dilated_block_mask as create_dilated_block_mask,
     )
     from .core import (
         PersistentPatternCache as PersistentPatternCache,
@@ -97,7 +98,7 @@ __version__ = "0.1.0"
 # Where the public names live, for the first use of each: the imports above, as data.
 _MODULES = {
     "attention_maps": "attention_rows",
-    "block_sparse": "block_sparse_attention build_block_pattern",
+    "block_sparse": "block_sparse_attention build_block_pattern create_dilated_block_mask",
     "core": "PersistentPatternCache",
     "decode": "DilatedKVCache attend_last",
     "factory": (

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .checks import (
     autocast_inputs,
+    check_device,
     check_flags,
     check_inputs,
     check_positive_int,
@@ -19,6 +20,7 @@ from .checks import (
 )
 from .kernels import Request, choose_kernel
 from .ops import (
+    NO_TABLES,
     BlockSparse,
     Tensors,
     attention_op,
@@ -28,7 +30,8 @@ from .ops import (
     write_spec,
 )
 from .plan import BlockPattern, build_pattern, choose_blocks
-from .plan.flex import check_whole_blocks, flex_block_sparse, why_not_flex
+from .plan.dilated_mask import dilated_block_mask
+from .plan.flex import flex_block_sparse, why_not_flex
 from .spec import (
     DEFAULT_DILATION_RATES,
     DEFAULT_SEGMENT_LENGTHS,
@@ -110,6 +113,54 @@ def check_branches(
             f"a block must fit a segment, got a block_size of {config.block_size} and a segment of {shortest}"
         )
     return branches
+
+
+@named_keywords
+def create_dilated_block_mask(
+    n: int,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    *,
+    is_causal: bool = False,
+    window_size: int | None = None,
+    num_heads: int | None = None,
+    block_size: int = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """FlexAttention's `BlockMask` of dilated branches, of a band along the diagonal, or of both together.
+
+    A query sees the keys that some branch of `dilated_attention` shows it, and those less than `window_size`
+    positions away. Each counts once: with one branch that is `dilated_attention`, with several it is not, as
+    their softmax counts a key as often as branches reach it. `block_sparse_attention` takes the mask, on a
+    CPU forward and backward, and `flex_attention` does.
+
+    Made from formulas over pairs of blocks; no mask of n x n positions is evaluated. The mask itself has an
+    entry for each pair of blocks, and for each head if heads differ.
+
+    Args:
+        n: length of the sequence.
+        segment_lengths, dilation_rates: the branches, as in `dilated_attention`; none for a band alone.
+        is_causal: a query sees only keys at or before its position.
+        window_size: positions in tokens, the query's own included, to either side.
+        num_heads: heads of the queries; head h selects the positions at offset h % rate, as in
+            `dilated_attention`. Without it all heads select those at offset 0.
+        block_size: positions of a block; FlexAttention on GPUs takes multiples of 128.
+        device: of the mask.
+    """
+    check_flags(is_causal=is_causal)
+    check_positive_int("n", n)
+    check_positive_int("block_size", block_size)
+    for name, value in (("window_size", window_size), ("num_heads", num_heads)):
+        if value is not None:
+            check_positive_int(name, value)
+    if segment_lengths is None and dilation_rates is None and window_size is None:
+        raise ValueError("a mask needs branches, a window_size or both, got neither")
+    branches: tuple[tuple[int, int], ...] = ()
+    if segment_lengths is not None or dilation_rates is not None:
+        branches = DilatedSpec(segment_lengths, dilation_rates).branches  # type: ignore[arg-type]
+    options: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "num_heads": num_heads}
+    options |= {"block_size": block_size, "device": check_device(device) or torch.device("cpu")}
+    return dilated_block_mask(n, branches, **options)  # type: ignore[no-any-return]
 
 
 def pool_queries(x: Tensor, block_size: int, is_causal: bool, mask: Tensor | None) -> Tensor:
@@ -200,9 +251,8 @@ def block_sparse_attention(
     forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
     if type(pattern).__name__ == "BlockMask":  # a look at its class would import the compiler
-        mask, num_heads = pattern, q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
-        pattern = BlockPattern.from_block_mask(mask, is_causal=is_causal, num_heads=num_heads)
-        check_whole_blocks(mask, is_causal)
+        num_heads = q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else None
+        pattern = BlockPattern.from_block_mask(pattern, is_causal=is_causal, num_heads=num_heads)
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
     check_flags(return_lse=return_lse)
@@ -227,17 +277,17 @@ def attend_blocks(
     refuse_forward_mode("block_sparse_attention", q, k, v)
     execution = check_execution(execution)
     if isinstance(pattern, str):
-        starts, columns, work = None, None, BlockSparse(spec, pattern)
+        tables, work = NO_TABLES, BlockSparse(spec, pattern)
     else:
         check_fit(pattern, q, spec.is_causal)
         if pattern.n != q.shape[1]:
             raise ValueError(
                 f"the pattern is for a length of {pattern.n}, got tensors of length {q.shape[1]}"
             )
-        starts, columns = pattern.starts, pattern.columns
+        tables = pattern.starts, pattern.columns, pattern.tiles, pattern.tile_of
         work = BlockSparse(spec, pattern.key if execution.use_pattern_cache else "", pattern.block_size)
     # On CUDA without Triton FlexAttention where it can; else the op.
-    request = Request(q.device, q.dtype, head_dim=q.shape[-1])
+    request = Request(q.device, q.dtype, head_dim=q.shape[-1], tiled=tables[2] is not None)
     asks_flex = q.device.type == "cuda" and execution.kernel == "auto" and not torch.compiler.is_compiling()
     if asks_flex and choose_kernel(request).name != "triton":
         blocks = work.pattern(execution, Tensors(q, k, v)) if isinstance(pattern, str) else pattern
@@ -247,7 +297,7 @@ def attend_blocks(
     seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
     text = write_spec("blocks", spec, work.recipe, work.block_size)
     result: tuple[Tensor, Tensor] = attention_op(
-        q, k, v, key_mask, None, seed, starts, columns, text, write_execution(execution)
+        q, k, v, key_mask, None, seed, *tables, text, write_execution(execution)
     )
     return result
 

@@ -17,7 +17,7 @@ from .checks import (
     refuse_forward_mode,
 )
 from .core.tracing import remembered
-from .ops import attention, check_execution, write_execution, write_spec
+from .ops import NO_TABLES, attention, check_execution, write_execution, write_spec
 from .spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
 
 Lengths = Sequence[int] | DilatedSpec
@@ -161,4 +161,4 @@ def attend(
         check_head_slice(head_slice, q.shape[2], k.shape[2])
     seed = torch.randint(2**62, (1,), device="cpu") if spec.dropout_p else None
     text = write_spec("dilated", spec, steps, head_slice or ())
-    return attention(q, k, v, key_mask, cu_seqlens, seed, None, None, text, write_execution(execution))
+    return attention(q, k, v, key_mask, cu_seqlens, seed, *NO_TABLES, text, write_execution(execution))

@@ -3,7 +3,7 @@
     attention(tensors, spec, execution) -> (out, lse)
     attention_backward(grad_out, grad_lse, out, lse, tensors, spec, execution) -> (dq, dk, dv)
 
-The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that is given, starts and columns.
+The tensors are q, k, v, key_mask, cu_seqlens, seed and, of a block pattern that is given, its tables.
 `spec` and `execution` are strings, so that compilers can guard on them and exported programs keep them.
 """
 
@@ -95,10 +95,16 @@ class Tensors(NamedTuple):
     seed: Tensor | None = None
     starts: Tensor | None = None
     columns: Tensor | None = None
+    tiles: Tensor | None = None
+    tile_of: Tensor | None = None
 
     @property
     def shape(self) -> Shape:
         return Shape.of(self.q, self.k)
+
+
+# Of the tensors of a call without a block pattern.
+NO_TABLES: tuple[Tensor | None, ...] = (None,) * 4
 
 
 def attention_inputs(
@@ -119,7 +125,7 @@ def _kernel_of(
     options: RunOptions, tensors: Tensors, streams: bool = False, work: tuple[int, int] = (0, 0)
 ) -> Kernel:
     q, facts = tensors.q, (tensors.key_mask is not None, options.dropout_p > 0, options.scale)
-    request = Request(q.device, q.dtype, *facts, q.shape[-1], *work, streams=streams)
+    request = Request(q.device, q.dtype, *facts, q.shape[-1], *work, streams, tensors.tiles is not None)
     return choose_kernel(request, options.kernel)
 
 
@@ -213,7 +219,7 @@ class BlockSparse(NamedTuple):
     def pattern(self, options: RunOptions | Execution, tensors: Tensors) -> BlockPattern:
         """The pattern of a call, kept in the cache of block patterns."""
         _, n, num_heads, _, _ = tensors.shape
-        build = partial(self._build, n, num_heads, tensors.starts, tensors.columns)
+        build = partial(self._build, n, num_heads, tensors)
         # The same pattern may serve any number of heads, but not the draws of a random one.
         key = ("block_sparse", self.recipe, n, num_heads, self.spec.is_causal)
         pattern: BlockPattern = self._kept(get_block_pattern_cache, options, key, build)
@@ -223,10 +229,11 @@ class BlockSparse(NamedTuple):
         keeps = options.use_pattern_cache and self.recipe
         return cache().get_or_build(key, build) if keeps else build()
 
-    def _build(self, n: int, num_heads: int, starts: Tensor | None, columns: Tensor | None) -> BlockPattern:
+    def _build(self, n: int, num_heads: int, tensors: Tensors) -> BlockPattern:
         is_causal = self.spec.is_causal
+        starts, columns, *tiled = (None if x is None else x.cpu() for x in tensors[6:])
         if starts is not None and columns is not None:
-            pattern = BlockPattern(n, self.block_size, starts.cpu(), columns.cpu())
+            pattern = BlockPattern(n, self.block_size, starts, columns, False, *tiled)
             return pattern.causal() if is_causal else pattern
         config, branches = _read_recipe(self.recipe)
         return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)

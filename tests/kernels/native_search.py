@@ -9,11 +9,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dilated_attention_pytorch import DilatedSpec, Execution
+from dilated_attention_pytorch import BlockPattern, DilatedSpec, Execution, block_sparse_attention
 from dilated_attention_pytorch.functional import attend
 from dilated_attention_pytorch.kernels import How, native
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
-from dilated_attention_pytorch.reference import dilated_attention_reference
+from dilated_attention_pytorch.reference import (
+    block_sparse_attention_reference,
+    dilated_attention_reference,
+)
 from support.tolerances import assert_close
 
 if len(sys.argv) > 1:
@@ -44,6 +47,25 @@ for _ in range(40):
             out, lse = dilated_attention_reference(*leaves, spec, key_mask=mask, return_lse=True)
         loss = out.double().sum() + torch.where(lse.isfinite(), lse, 0.0).double().sum()
         results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, dtype)
+for _ in range(16):  # tiles, in which queries see some of the keys of a block
+    n, d, size, h_kv = pick(3, 70, 131), pick(5, 24, 64), pick(1, 9, 32), pick(1, 2)
+    h, dtype, blocks = h_kv * pick(1, 3), (torch.float32, torch.bfloat16)[pick(0, 0, 1)], -(-n // size)
+    plain = BlockPattern.from_layout(torch.rand(blocks, blocks, generator=rng) < 0.7, n, size)
+    tile_of = torch.randint(-1, 2, plain.columns.shape, generator=rng, dtype=torch.int32)
+    tiles = torch.rand(2, size, size, generator=rng) < torch.tensor([0.1, 0.6])[:, None, None]
+    pattern = BlockPattern(n, size, plain.starts, plain.columns, False, tiles, tile_of)
+    options = {"is_causal": bool(pick(0, 1)), "key_mask": None if pick(0, 1) else torch.rand(2, n) > 0.3}
+    q, k, v = (torch.randn(2, n, heads, d, generator=rng).to(dtype) for heads in (h, h_kv, h_kv))
+    results = []
+    for width in (dtype, torch.float64):
+        leaves = [x.to(width).requires_grad_() for x in (q, k, v)]
+        if width == dtype:
+            out = block_sparse_attention(*leaves, pattern, execution=Execution("native"), **options)
+        else:
+            out = block_sparse_attention_reference(*leaves, pattern.to_dense(), **options)
+        results.append([out, *torch.autograd.grad(out.double().square().sum(), leaves)])
     for got, want in zip(*results, strict=True):
         assert_close(got, want, dtype)
 for _ in range(40):  # few rows, as decoding has them: keys are split between threads

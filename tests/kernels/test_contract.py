@@ -30,6 +30,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         hidden = hidden | torch.ones_like(hidden).triu(1)
     if how.mask is not None:
         hidden = hidden | ~how.mask.repeat_interleave(group, 1).unsqueeze(2)
+    if how.pairs is not None:
+        hidden = hidden | ~how.pairs[:, None]
     empty = hidden.all(-1, keepdim=True)
     scores = scores.masked_fill(hidden, -math.inf).masked_fill(empty, 0.0)
     out = (torch.softmax(scores, -1) @ v).masked_fill(empty, 0.0)
@@ -68,6 +70,53 @@ def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     for got, want in zip(op.backward(grad_out, grad_lse, *narrow, out, lse, how), grads, strict=True):
         assert_close(got, want, dtype, "gradient")
+
+
+PAIRED = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eager"])
+
+
+@PAIRED
+@pytest.mark.parametrize("masked", [False, True])
+def test_masks_of_pairs(op: Op, masked: bool) -> None:
+    q = torch.randn(2, 4, 9, 5, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 2, 13, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    pairs, mask = torch.rand(2, 9, 13) > 0.5, torch.rand(2, 2, 13) > 0.3 if masked else None
+    pairs[0, 3] = False  # a query without a visible key
+    how = How(False, 0.4, mask, pairs=pairs)
+    expected, expected_lse = dense(q, k, v, how)
+    out, lse = op.forward(*(x.detach() for x in (q, k, v)), how)
+    assert_close(out, expected, torch.float64, "out")
+    assert_close(lse, expected_lse, torch.float64, "lse")
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    loss = (expected * grad_out).sum()
+    loss = loss + torch.where(expected_lse.isfinite(), expected_lse * grad_lse, 0.0).sum()
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    packed = [x.detach() for x in (q, k, v)]
+    for got, want in zip(
+        op.backward(grad_out, grad_lse, *packed, out, lse, how),
+        torch.autograd.grad(loss, (q, k, v)),
+        strict=True,
+    ):
+        assert_close(got, want, torch.float64, "gradient")
+
+
+@PAIRED
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
+def test_hidden_pairs_may_hold_anything(op: Op, bad: float) -> None:
+    """Query 2 and key 4, the bad ones, see nothing and are seen by none; a product of two 1e200 overflows."""
+    q, k, v, grad = (torch.randn(1, 1, 7, 5, dtype=torch.float64) for _ in range(4))
+    pairs = torch.rand(1, 7, 7) > 0.4
+    pairs[:, 2], pairs[:, :, 4] = False, False
+    results = []
+    for value in (1.0, bad):
+        q[0, 0, 2], grad[0, 0, 2] = value, value
+        k[0, 0, 4], v[0, 0, 4] = value, value
+        how = How(False, 0.4, pairs=pairs)
+        out, lse = op.forward(q, k, v, how)
+        gradients = op.backward(grad, None, q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf), how)
+        results.append([out, lse, *gradients])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_close(got, want, torch.float64)
 
 
 @EACH

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import DilatedSpec
+from dilated_attention_pytorch import BlockPattern, DilatedSpec
 from dilated_attention_pytorch.core.workspace import Workspace
 from dilated_attention_pytorch.kernels import How, Inputs, Merged, Request, choose_kernel, cuda, stock, triton
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
-from dilated_attention_pytorch.plan import Pass, Shape, plan_dilated
+from dilated_attention_pytorch.plan import Pass, Shape, plan_blocks, plan_dilated
 from support.configurations import Configuration, configurations
 
+STRIDED = EAGER_OP._replace(reads_strides=True)
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
@@ -169,7 +170,7 @@ def test_rows_in_place_give_what_packed_rows_give(config: Configuration) -> None
     tensors = config.tensors(torch.float64)
     inputs = Inputs(*tensors, None, 0.3, 0.0, 0, Workspace())
     found = []
-    for op in (EAGER_OP, EAGER_OP._replace(reads_strides=True)):
+    for op in (EAGER_OP, STRIDED):
         given_: dict[str, Any] = {
             "itemsize": 8,
             "docs": config.docs,
@@ -184,6 +185,16 @@ def test_rows_in_place_give_what_packed_rows_give(config: Configuration) -> None
         found.append([out, lse, *stock.backward(op, plan, inputs, merged)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
+
+
+def test_blocks_give_the_same_to_an_op_that_reads_rows_in_place() -> None:
+    layout = torch.rand(4, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.5
+    pattern = BlockPattern.from_layout(layout, 70, 8)
+    q, k, v = (torch.randn(2, 70, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    plan = plan_blocks(pattern, Shape(2, 70, 4, 2, 8), itemsize=8, workspace_bytes=2**20)
+    inputs = Inputs(q, k, v, None, 0.3, 0.0, 0, Workspace())
+    packed, read = (stock.forward(op, plan, inputs) for op in (EAGER_OP, STRIDED))
+    torch.testing.assert_close(read, packed)
 
 
 def test_another_flash_attention_is_taken_where_rows_have_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:

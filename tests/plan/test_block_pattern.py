@@ -29,6 +29,12 @@ def random_pattern(n: int = 75, size: int = 8, layouts: int = 2, *, is_causal: b
     return BlockPattern.from_layout(layout, n, size, is_causal=is_causal)
 
 
+def random_tiles(pattern: BlockPattern) -> BlockPattern:
+    tiles = torch.rand(3, pattern.block_size, pattern.block_size) < 0.5
+    tile_of = torch.randint(-1, 3, pattern.columns.shape, dtype=torch.int32)
+    return BlockPattern(pattern.n, pattern.block_size, pattern.starts, pattern.columns, False, tiles, tile_of)
+
+
 EYE = torch.eye(3, dtype=torch.bool)
 GOOD: dict[str, Any] = {
     "n": 10,
@@ -66,6 +72,21 @@ TABLES = [
     ({"starts": torch.tensor([0, 2, 3, 3]), "columns": ints(1, 0, 2)}, ValueError, "of each row must rise"),
     ({"starts": torch.tensor([0, 2, 3, 3]), "columns": ints(1, 1, 2)}, ValueError, "of each row must rise"),
     ({"columns": ints(1, 1, 2), "is_causal": True}, ValueError, "keeps no block above the diagonal"),
+]
+ONES = torch.ones(2, 4, 4, dtype=torch.bool)
+TABLES += [
+    ({"tiles": ONES}, TypeError, "tile_of must be a 1-d torch.int32 tensor on the cpu, got None"),
+    ({"tile_of": ints(0, 0, 0)}, TypeError, "tiles must be a 3-d torch.bool tensor on the cpu, got None"),
+    ({"tiles": ONES.int(), "tile_of": ints(0, 0, 0)}, TypeError, "tiles must be a 3-d torch.bool .*int32"),
+    ({"tiles": ONES[:, :3], "tile_of": ints(0, 0, 0)}, ValueError, r"\(tiles, 4, 4\) .* got \(2, 3, 4\)"),
+    ({"tiles": ONES, "tile_of": ints(0, 0)}, ValueError, "one entry for each of 3 blocks, got .* and 2"),
+    ({"tiles": ONES, "tile_of": ints(0, 2, -1)}, ValueError, "tile_of must lie in -1 to 1, got -1 to 2"),
+    ({"tiles": ONES, "tile_of": ints(0, -2, 1)}, ValueError, "tile_of must lie in -1 to 1, got -2 to 1"),
+    (
+        {"tiles": ONES, "tile_of": ints(-1, 0, -1), "is_causal": True},
+        ValueError,
+        "a causal pattern shows nothing above the diagonal, got a tile that does",
+    ),
 ]
 LAYOUTS = [
     ({"layout": EYE.float()}, TypeError, "a layout must be a bool tensor, got torch.float32"),
@@ -237,12 +258,17 @@ def test_draw_says_which_extra_is_missing(name: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("causal", [False, True])
 def test_save_and_load(causal: bool, tmp_path: Path) -> None:
     empty = BlockPattern.from_layout(torch.zeros(3, 3, dtype=torch.bool), 10, 4, is_causal=causal)
-    for pattern in (random_pattern(is_causal=causal), random_pattern(1, 1, is_causal=causal), empty):
+    tiled = random_tiles(random_pattern())
+    tiled = tiled.causal() if causal else tiled
+    plain = random_pattern(is_causal=causal), random_pattern(1, 1, is_causal=causal), empty
+    for pattern in (*plain, tiled):
         pattern.save(tmp_path / "pattern")
         loaded = BlockPattern.load(str(tmp_path / "pattern"))
         assert loaded.key == pattern.key
         assert torch.equal(loaded.starts, pattern.starts)
         assert torch.equal(loaded.columns, pattern.columns)
+        assert torch.equal(loaded.to_dense(), pattern.to_dense())
+        assert pickle.loads(pickle.dumps(pattern)).key == pattern.key
         assert (loaded.n, loaded.block_size, loaded.is_causal) == (pattern.n, pattern.block_size, causal)
         q = torch.randn(1, pattern.n, 2, 4)
         options = {"is_causal": causal}
@@ -327,7 +353,7 @@ def test_damaged_and_hostile_files(content: bytes, message: str, tmp_path: Path)
 
 def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "pattern"
-    random_pattern(20, 4).save(path)
+    random_tiles(random_pattern(20, 4, 1)).save(path)
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
@@ -339,6 +365,10 @@ def test_a_pattern_that_was_written_to_is_refused() -> None:
     pattern = BlockPattern.from_layout(torch.eye(8) > 0, 64, 8)
     x = torch.randn(1, 64, 1, 4)
     block_sparse_attention(x, x, x, pattern)
+    tiled = random_tiles(BlockPattern.from_layout(torch.eye(8) > 0, 64, 8))
+    assert tiled.tiles is not None
+    tiled.tiles.fill_(True)
     pattern.columns.copy_(pattern.columns.flip(0))
-    with pytest.raises(ValueError, match="must stay as they are, and were written to: make another"):
-        block_sparse_attention(x, x, x, pattern)
+    for changed in (pattern, tiled):
+        with pytest.raises(ValueError, match="must stay as they are, and were written to: make another"):
+            block_sparse_attention(x, x, x, changed)

@@ -70,9 +70,9 @@ def block_configurations(draw: st.DrawFn, max_n: int = 500) -> BlockConfiguratio
     kind, ratio = draw(st.sampled_from(KINDS)), draw(RATIOS)
     if kind == "custom":
         layouts, causal = draw(st.sampled_from([1, h, b * h])), draw(st.booleans())
-        return BlockConfiguration(
-            **asdict(call), pattern=custom(call, size, ratio, layouts, causal), config=None
-        )
+        pattern = custom(call, size, ratio, layouts, draw(st.booleans()))
+        pattern = pattern.causal() if call.is_causal and causal else pattern
+        return BlockConfiguration(**asdict(call), pattern=pattern, config=None)
     config = SparsePatternConfig(
         kind,  # type: ignore[arg-type]
         ratio,
@@ -90,11 +90,17 @@ def block_configurations(draw: st.DrawFn, max_n: int = 500) -> BlockConfiguratio
     return BlockConfiguration(**asdict(call), pattern=pattern, config=config)
 
 
-def custom(call: Configuration, size: int, ratio: float, layouts: int, causal_pattern: bool) -> BlockPattern:
-    """Blocks at random, in some rows none."""
+def custom(call: Configuration, size: int, ratio: float, layouts: int, tiled: bool) -> BlockPattern:
+    """Blocks at random, in some rows none; `tiled`: and pairs at random in some of the blocks."""
     rng = torch.Generator().manual_seed(call.seed)
     blocks = -(-call.n // size)
     layout = torch.rand(layouts, blocks, blocks, generator=rng) < ratio
     layout &= torch.rand(layouts, blocks, 1, generator=rng) < 0.8
     layout = layout[0] if layouts == 1 and call.seed % 2 else layout
-    return BlockPattern.from_layout(layout, call.n, size, is_causal=call.is_causal and causal_pattern)
+    pattern = BlockPattern.from_layout(layout, call.n, size)
+    if not tiled:
+        return pattern
+    shown = torch.tensor([0.1, 0.5, 0.9])[:, None, None]
+    tiles = torch.rand(3, size, size, generator=rng) < shown
+    tile_of = torch.randint(-1, 3, pattern.columns.shape, generator=rng, dtype=torch.int32)
+    return BlockPattern(call.n, size, pattern.starts, pattern.columns, False, tiles, tile_of)

@@ -44,7 +44,7 @@ def count_batched_pairs(plan: Plan, itemsize: int) -> Tensor:
     for region, batches in batches_of(plan, itemsize):
         for batch in batches:
             rows = batch.queries.numbers((n * h, h, 1)).view(*batch.queries.shape, 1)
-            for keys, is_causal in batch.keys:
+            for keys, is_causal, _ in batch.keys:
                 columns = keys.numbers((n * h_kv, h_kv, 1)).view(len(rows), 1, 1, -1)
                 _assert_inside(region, rows // h, rows % h // (h // h_kv), n)
                 assert (columns // h_kv // n == rows // h // n).all()

@@ -189,6 +189,9 @@ FUNCTIONS: dict[str, Entry | Named] = {
     "build_block_pattern(adaptive)": of(
         {"config": ADAPTIVE, "n": 16, "num_heads": 2, "query": X, "key": X}, "key_mask"
     ),
+    "create_dilated_block_mask": of(
+        {"n": 16, **BRANCHES}, "is_causal window_size num_heads block_size device"
+    ),
     "SparsePatternConfig": of(
         {},
         "pattern_type sparsity_ratio block_size window_size global_tokens hierarchy seed",

@@ -18,6 +18,7 @@ SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to
 MANY_SHAPES = 16  # from which on that is considered
 LEAST_GAIN = 2  # times fewer shapes that it must leave
 MOST_CALLS = 16  # of an op that reads strides, in place of one with packed rows
+MOST_PAIRS = 2**21  # of queries and keys whose tiles are laid out at a time
 FEW_BOXES = 8  # jobs a box from which on strided views are better than numbers
 
 
@@ -26,6 +27,7 @@ class Keys(NamedTuple):
 
     rows: Rows
     is_causal: bool
+    is_tiled: bool = False  # the tiles of the rows' blocks say which of them a query sees
 
 
 class Batch(NamedTuple):
@@ -57,11 +59,11 @@ def batches_of(plan: Plan, itemsize: int, strided: bool = False) -> list[tuple[R
 
 def _by_heads(batch: Batch) -> list[Batch]:
     """The same jobs with many heads each, evenly spaced; what is left to count jobs is batches and times."""
-    (keys, is_causal), *more = batch.keys
+    (keys, is_causal, _), *more = batch.keys
     queries, (heads, rows) = batch.queries, batch.queries.inner
     of_heads = [i for i, (_, step) in enumerate(queries.axes) if step[2]]
     fits = [i for i in of_heads if heads[0] == 1 or queries.axes[i][1] == (0, 0, heads[0] * heads[1][2])]
-    if more or queries.firsts is not None or not fits:
+    if more or not fits or queries.firsts is not None or keys.firsts is not None:
         return [batch]
     best = max(fits, key=lambda i: queries.axes[i][0])
     others = [i for i in of_heads if i != best]
@@ -110,6 +112,8 @@ def _batches(plan: Plan, budget: int) -> Iterator[tuple[int, Batch]]:
     common = [plan.runs[first, 1]]
     if size:
         common = [num, *((plan.runs[run, 0] + plan.unit[1]) % size for run in (first, first + num - 1))]
+        tiles = torch.zeros_like(plan.runs[:, 2]) if plan.run_tiles is None else (plan.run_tiles >= 0).long()
+        common += [plan.sum_runs(tiles), plan.sum_runs(tiles * plan.runs[:, 2])]
     shapes = torch.stack([*(jobs[:, COLUMN[name]] for name in _SHAPE), plan.key_counts, *common], 1)
     kinds, which, sizes = torch.unique(shapes, dim=0, return_inverse=True, return_counts=True)
     if not size and len(kinds) > MANY_SHAPES:
@@ -166,12 +170,14 @@ def _block_rows(
     plan: Plan, those: Tensor, budget: int, inner: Axes, is_causal: bool, num_keys: int, *blocks: int
 ) -> Found:
     """The same for jobs with blocks of keys, which are attended as many at a time as fit."""
-    num, skip, last_skip = blocks
+    num, skip, last_skip, num_tiled, tiled = blocks
     size, (heads, _), (count, _) = plan.unit[0], *inner
     own = count if is_causal else 0
-    full, num = num_keys - own, num - is_causal
-    most = max(1, min(num, (budget - heads * count) // size))
-    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(full, most * size)))))
+    full, num = num_keys - own - tiled, num - is_causal - num_tiled
+    most = max(1, min(max(num, num_tiled), (budget - heads * count) // size))
+    most_tiled = max(1, min(most, num_tiled, MOST_PAIRS // (count * size)))
+    fit = max(1, min(MAX_JOBS, budget // (heads * count + max(own, min(max(full, tiled), most * size)))))
+    fit = min(fit, max(1, MOST_PAIRS // (count * size * most_tiled))) if num_tiled else fit
     for part in torch.split(those, even_size(len(those), fit)):
         jobs = plan.jobs[part]
         firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
@@ -182,14 +188,17 @@ def _block_rows(
             queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
         places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
         places[:, 1] = 0  # blocks count time from 0
-        pieces = [(num, 1, last_skip, own, True)] if is_causal else []
+        pieces = [(num + num_tiled, 1, last_skip, own, True, False)] if is_causal else []
         for first in range(0, num, most):
             skipped, here = skip if first == 0 else 0, min(most, num - first)
             rows = min(full + skip - first * size, here * size) - skipped
-            pieces.append((first, here, skipped, rows, False))
+            pieces.append((first, here, skipped, rows, False, False))
+        for first in range(0, num_tiled, most_tiled):
+            here = min(most_tiled, num_tiled - first)
+            pieces.append((num + first, here, 0, min(tiled - first * size, here * size), False, True))
         keys, first_run = [], jobs[:, COLUMN["first_run"]]
-        for first, here, skipped, rows, causal in pieces:
+        for first, here, skipped, rows, causal, has_tiles in pieces:
             kept = Blocks.of(plan, first_run + first, here, skipped)
             key_inner = ((1, (0, 0, 0)), (rows, (0, 1, 0)))
-            keys.append(Keys(Rows((0, 0, 0), (), key_inner, places, kept), causal))
+            keys.append(Keys(Rows((0, 0, 0), (), key_inner, places, kept), causal, has_tiles))
         yield queries, tuple(keys)

@@ -26,6 +26,7 @@ class Request(NamedTuple):
     rows: int = 0  # query rows that branches meet, and the pairs of a query and a key; 0: not known
     pairs: int = 0
     streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
+    tiled: bool = False  # tiles hide single pairs of queries and keys
 
 
 class Dropout(NamedTuple):
@@ -41,12 +42,17 @@ class Dropout(NamedTuple):
 
 
 class How(NamedTuple):
-    """How packed rows attend. `mask` (batch, key heads, keys) is True where a key may be attended."""
+    """How packed rows attend.
+
+    `mask` (batch, key heads, keys) is True where a key may be attended, `pairs` (batch, queries, keys) where
+    a query of any head may attend a key.
+    """
 
     is_causal: bool
     scale: float
     mask: Tensor | None = None
     dropout: Dropout | None = None
+    pairs: Tensor | None = None
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor]]

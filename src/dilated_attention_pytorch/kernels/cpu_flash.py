@@ -35,17 +35,18 @@ def why_not(request: Request) -> str | None:
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     if how.is_causal and how.scale <= 0:  # the op multiplies its causal mask, -inf, by the scale
         return EAGER_OP.forward(q, k, v, how)
-    # Without a causal mask every row sees every value, and a non-finite one spreads as it should.
-    if _all_finite(k) and (not how.is_causal or _all_finite(v)):
+    # Where every row sees every value, a non-finite one spreads as it should.
+    sees_all = not how.is_causal and how.pairs is None
+    if _all_finite(k) and (sees_all or _all_finite(v)):
         redo, clean_k, clean_v = None, k, v
     else:
         redo = _rows_that_see(~(k.isfinite() & v.isfinite()).all(-1), q, how)
         clean_k, clean_v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, clean_k, clean_v, 0.0, how.is_causal, attn_mask=_bias(q, k, how.mask), scale=how.scale
+        q, clean_k, clean_v, 0.0, how.is_causal, attn_mask=_bias(q, how), scale=how.scale
     )
-    if how.mask is not None:
-        blind = ~_rows_that_see(how.mask, q, how)
+    if how.mask is not None or how.pairs is not None:
+        blind = ~_rows_that_see(k.new_ones(k.shape[:3]).bool() if how.mask is None else how.mask, q, how)
         if bool(blind.any()):
             lse.masked_fill_(blind, -math.inf)
             out.masked_fill_(blind.unsqueeze(-1), 0.0)  # not so where the query is NaN
@@ -66,7 +67,7 @@ def _op_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         *(grad_out, q, k, v, out, lse, 0.0, how.is_causal),
-        attn_mask=_bias(q, k, how.mask),
+        attn_mask=_bias(q, how),
         scale=how.scale,
     )
     return dq, dk, dv
@@ -84,6 +85,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The op would carry the NaN of a row to keys that the row does not see, and to the row that sees none.
     is_odd = bool(lse.isnan().any()) or (how.mask is not None and not _all_finite(q))
+    if how.pairs is not None:  # it would do the same with what overflows where a pair is hidden
+        is_odd = is_odd or not (_stays_finite(q, k, how.scale) and _stays_finite(grad_out, v, 1.0))
     return (EAGER_OP.backward if is_odd else _FUSED_BACKWARD)(grad_out, grad_lse, q, k, v, out, lse, how)
 
 
@@ -93,18 +96,31 @@ def _all_finite(x: Tensor) -> bool:
     return math.isfinite(total) or bool(x.isfinite().all())
 
 
+def _stays_finite(a: Tensor, b: Tensor, scale: float) -> bool:
+    """Whether no product of rows of a and of b can overflow."""
+    bound = a.shape[-1] * abs(scale)
+    for x in (a, b):
+        bound *= torch.linalg.vector_norm(x, math.inf).item()
+    return bound < torch.finfo(a.dtype).max
+
+
 def _rows_that_see(keys: Tensor, q: Tensor, how: How) -> Tensor:
     """(B, H, N): whether a query row sees any of the given keys (B, H_kv, M)."""
+    if how.pairs is not None:
+        return _per_query_head((how.pairs[:, None] & keys.unsqueeze(2)).any(-1), q)
     seen = keys.cumsum(-1) > 0 if how.is_causal else keys.any(-1, keepdim=True)
     return _per_query_head(seen, q).expand(q.shape[:3])
 
 
-def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
-    """(B, H, 1, M) additive mask, broadcast over the query rows."""
-    if mask is None:
+def _bias(q: Tensor, how: How) -> Tensor | None:
+    """(B, H, 1, M) additive mask, broadcast over the query rows, or (B, H, N, M) of pairs."""
+    seen = None if how.mask is None else how.mask.unsqueeze(2)
+    if how.pairs is not None:
+        seen = how.pairs[:, None] if seen is None else how.pairs[:, None] & seen
+    if seen is None:
         return None
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=k.device).masked_fill_(~mask, -math.inf)
-    return _per_query_head(bias, q).unsqueeze(2)
+    bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
+    return bias.expand(-1, q.shape[1], -1, -1) if bias.shape[1] == 1 else _per_query_head(bias, q)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:

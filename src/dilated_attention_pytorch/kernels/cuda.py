@@ -24,6 +24,8 @@ _HEAD_DIM_MULTIPLE = 8  # what the ops take when called without SDPA's own paddi
 def why_not(request: Request) -> str | None:
     if request.device.type != "cuda":
         return f"it runs on cuda, and the tensors are on {request.device}"
+    if request.tiled:
+        return "the flash op takes no mask of pairs"
     if request.masked:
         return "the flash op takes no mask, and the efficient op defines no lse for fully masked rows"
     if request.scale <= 0:

@@ -25,7 +25,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
         # An empty row has lse -inf; a finite stand-in keeps exp(-inf - lse) at 0 there.
         probs = torch.exp(scores - block_lse.clamp_min(torch.finfo(scores.dtype).min).unsqueeze(-1))
         probs = probs if how.dropout is None else probs * _keep(how.dropout, probs, units, rows)
-        out[units, :, rows] = _weighted_sum(probs, values[units], hidden).to(q.dtype)
+        out[units, :, rows] = _weighted_sum(probs, values[units].unsqueeze(1), hidden).to(q.dtype)
         lse[units, :, rows] = block_lse
     return out.view(q.shape), lse.view(q.shape[:3])
 
@@ -67,9 +67,10 @@ def _backward(
         d_scores = probs * (d_probs - delta) * how.scale
         if hidden is not None:
             d_scores.masked_fill_(hidden, 0.0)
-        dq[units, :, rows] = (d_scores @ key.unsqueeze(1)).to(q.dtype)
-        dk[units] += (d_scores.transpose(-1, -2) @ queries).sum(1)
-        dv[units] += (used.transpose(-1, -2) @ grad).sum(1)
+        dq[units, :, rows] = _weighted_sum(d_scores, key.unsqueeze(1), hidden).to(q.dtype)
+        unseen = None if hidden is None else hidden.transpose(-1, -2)
+        dk[units] += _weighted_sum(d_scores.transpose(-1, -2), queries, unseen).sum(1)
+        dv[units] += _weighted_sum(used.transpose(-1, -2), grad, unseen).sum(1)
     return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
 
@@ -101,6 +102,9 @@ def _hidden(how: How, units: slice, rows: slice, k: Tensor) -> Tensor | None:
         index = torch.arange(k.shape[2], device=k.device)
         later = index > index[rows, None]
         hidden = later if hidden is None else hidden | later
+    if how.pairs is not None:
+        unseen = ~how.pairs.repeat_interleave(k.shape[1], 0)[units, None, rows]
+        hidden = unseen if hidden is None else hidden | unseen
     return hidden
 
 
@@ -110,19 +114,15 @@ def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor
     return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 
 
-def _weighted_sum(probs: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """probs @ v, in which a non-finite value reaches only the rows that see it (0 x NaN would reach all)."""
-    values = v.to(probs.dtype).unsqueeze(1)
-    if hidden is None or bool(torch.isfinite(values).all()):
-        return probs @ values
-    seen = (~hidden).to(probs.dtype).expand(probs.shape)
-    total = probs @ torch.where(torch.isfinite(values), values, 0.0)
-    for bad, where in (
-        (math.inf, values == math.inf),
-        (-math.inf, values == -math.inf),
-        (math.nan, values.isnan()),
-    ):
-        total = total + torch.where(seen @ where.to(probs.dtype) > 0, bad, 0.0)
+def _weighted_sum(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """weights @ x, in which what is not finite reaches only rows that see it (0 x NaN would reach all)."""
+    x = x.to(weights.dtype)
+    if hidden is None or bool(torch.isfinite(x).all()):
+        return weights @ x
+    seen = (~hidden).to(weights.dtype).expand(weights.shape)
+    total = weights @ torch.where(torch.isfinite(x), x, 0.0)
+    for bad, where in ((math.inf, x == math.inf), (-math.inf, x == -math.inf), (math.nan, x.isnan())):
+        total = total + torch.where(seen @ where.to(weights.dtype) > 0, bad, 0.0)
     return total
 
 

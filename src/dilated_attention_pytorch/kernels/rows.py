@@ -86,10 +86,18 @@ class Blocks(NamedTuple):
 
     def numbers(self, device: torch.device | None) -> Tensor:
         """(jobs, blocks); made at each use, as they take more memory than the plan."""
-        blocks = self.plan.run_blocks
+        return self._of_runs(self.plan.run_blocks, device)
+
+    def tiles(self) -> Tensor:
+        """(jobs, blocks, size, size), if all of the blocks have a tile."""
+        assert self.plan.tiles is not None
+        assert self.plan.run_tiles is not None
+        return self.plan.tiles[self._of_runs(self.plan.run_tiles, None)]
+
+    def _of_runs(self, values: Tensor, device: torch.device | None) -> Tensor:
         if isinstance(self.first, tuple):
-            return blocks.as_strided((self.jobs, self.num), (self.first[1], 1), self.first[0]).to(device)
-        return blocks[self.first[:, None] + torch.arange(self.num)].to(device)
+            return values.as_strided((self.jobs, self.num), (self.first[1], 1), self.first[0]).to(device)
+        return values[self.first[:, None] + torch.arange(self.num)].to(device)
 
     def times(self, count: int, device: torch.device | None) -> Tensor:
         """(jobs, count): the times of the rows."""

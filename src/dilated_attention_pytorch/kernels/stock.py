@@ -61,7 +61,15 @@ def _pack(
         rows = batch.queries.numbers((n * h, h, 1), device=k.device).view(batch.queries.shape)
         times = part.rows.numbers((0, 1, 0), device=k.device).view(k.shape[:3])
         dropout = Dropout(inputs.dropout_p, mix_seed(inputs.seed + batch.branch), rows, times)
-    return k, v, How(part.is_causal, inputs.scale, mask, dropout)
+    pairs = _lay_out_tiles(part.rows, batch.queries.shape[2], k.device) if part.is_tiled else None
+    return k, v, How(part.is_causal, inputs.scale, mask, dropout, pairs)
+
+
+def _lay_out_tiles(rows: Rows, num_queries: int, device: torch.device) -> Tensor:
+    """(jobs, queries, keys): the tiles of the blocks of each job side by side."""
+    assert rows.blocks is not None
+    found = rows.blocks.tiles()[:, :, :num_queries]
+    return found.transpose(1, 2).flatten(2)[..., : rows.shape[2]].to(device)
 
 
 class _Block(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -13,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_flags, check_positive_int, parse_json
-from . import flex, pictures
+from ..checks import check_dense, check_flags, check_positive_int
+from ..core.tracing import uncompiled
+from . import flex, pattern_file, pictures
+from .pattern_file import raw_bytes
+from .tiles import keep_tiles
 
-FORMAT = "dilated_attention_pytorch block pattern 1"
-_MAX_HEADER = 4096
 _SHADES = " ░▒▓█"
 
 
@@ -26,8 +25,9 @@ class BlockPattern:
     """The kept blocks of one layout for all heads, of one a head, or of one for each batch and head.
 
     Row `i` of layout `l` keeps `columns[starts[l * rows + i] : starts[l * rows + i + 1]]`, ascending. Blocks
-    at the end of the sequence may be partial. A causal pattern keeps nothing above the diagonal, and its
-    diagonal blocks are seen up to the diagonal. Constructing one validates it.
+    at the end of the sequence may be shorter. A causal pattern keeps nothing above the diagonal, and its
+    diagonal blocks are seen up to the diagonal. Of a kept block with a tile, `tiles[tile_of[i]]`, the pairs
+    (query, key) are seen that are True in it. Constructing a pattern validates it.
 
     `len(pattern)` counts layouts, `print(pattern)` shows the pattern, `pattern.draw("file.png")` paints it.
     """
@@ -37,39 +37,43 @@ class BlockPattern:
     starts: Tensor  # (layouts * rows + 1,) int64
     columns: Tensor  # (kept blocks,) int32
     is_causal: bool = False
+    tiles: Tensor | None = None  # (tiles, block_size, block_size) bool
+    tile_of: Tensor | None = None  # (kept blocks,) int32, -1 for blocks without one
     key: str = field(init=False)  # a digest of the content, under which plans of the pattern are cached
-    _versions: tuple[int, int] = field(init=False, repr=False)  # of the tensors, when they were checked
+    _versions: tuple[int, ...] = field(init=False, repr=False)  # of the tensors, when they were checked
 
     def __post_init__(self) -> None:
         # A pattern outlives the call: it must not be an inference tensor, which training refuses.
         with torch.inference_mode(False):
-            for name in ("starts", "columns"):
+            for name in ("starts", "columns", "tiles", "tile_of"):
                 x = getattr(self, name)
                 if isinstance(x, Tensor) and x.is_inference():
                     object.__setattr__(self, name, x.clone())
             self._check()
         digest = blake2b(f"{self.n} {self.block_size} {self.is_causal}".encode(), digest_size=16)
-        for x in (self.starts, self.columns):
+        for x in self._tensors:
             digest.update(raw_bytes(x))
         # At once, although not all need it: compilers can read it, but not compute it.
         object.__setattr__(self, "key", digest.hexdigest())
-        object.__setattr__(self, "_versions", (self.starts._version, self.columns._version))
+        object.__setattr__(self, "_versions", tuple([x._version for x in self._tensors]))
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [x for x in (self.starts, self.columns, self.tiles, self.tile_of) if x is not None]
 
     def __reduce__(self) -> tuple[type[BlockPattern], tuple[Any, ...]]:
-        return BlockPattern, (self.n, self.block_size, self.starts, self.columns, self.is_causal)
+        tables = self.starts, self.columns, self.is_causal, self.tiles, self.tile_of
+        return BlockPattern, (self.n, self.block_size, *tables)
 
     @property
     def is_changed(self) -> bool:
         """Whether somebody wrote to the tensors, so that neither checks nor key hold any more."""
-        return self._versions != (self.starts._version, self.columns._version)
+        return self._versions != tuple([x._version for x in self._tensors])
 
     def _check(self) -> None:
         _check_sizes(self.n, self.block_size, self.is_causal)
-        for name, x, dtype in (("starts", self.starts, torch.int64), ("columns", self.columns, torch.int32)):
-            if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != 1 or x.device.type != "cpu":
-                kind = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-                raise TypeError(f"{name} must be a 1-d {dtype} tensor on the cpu, got {kind}")
-            check_dense(name, x)
+        _check_table("starts", self.starts, torch.int64)
+        _check_table("columns", self.columns, torch.int32)
         entries = self.starts.numel() - 1
         if entries < self.rows or entries % self.rows:
             raise ValueError(
@@ -94,6 +98,27 @@ class BlockPattern:
             row = torch.arange(entries, device="cpu")[is_kept] % self.rows
             if self.is_causal and bool((self.columns[(self.starts[1:] - 1)[is_kept]] > row).any()):
                 raise ValueError("a causal pattern keeps no block above the diagonal, got one that does")
+        if self.tiles is not None or self.tile_of is not None:
+            self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        size = self.block_size
+        _check_table("tiles", self.tiles, torch.bool, 3)
+        _check_table("tile_of", self.tile_of, torch.int32)
+        assert self.tiles is not None
+        assert self.tile_of is not None
+        if self.tiles.shape[1:] != (size, size) or self.tile_of.shape != self.columns.shape:
+            raise ValueError(
+                f"tiles must have the shape (tiles, {size}, {size}) and tile_of one entry for each of "
+                f"{self.columns.numel()} blocks, got {tuple(self.tiles.shape)} and {self.tile_of.numel()}"
+            )
+        low, high = (int(x) for x in self.tile_of.aminmax()) if self.tile_of.numel() else (-1, -1)
+        if low < -1 or high >= len(self.tiles):
+            raise ValueError(f"tile_of must lie in -1 to {len(self.tiles) - 1}, got {low} to {high}")
+        if self.is_causal:
+            used = self.tile_of[(self.columns == self.row_of_blocks % self.rows) & (self.tile_of >= 0)]
+            if bool(self.tiles[torch.unique(used).long()].triu(1).any()):
+                raise ValueError("a causal pattern shows nothing above the diagonal, got a tile that does")
 
     @classmethod
     def from_layout(cls, layout: Tensor, n: int, block_size: int, *, is_causal: bool = False) -> BlockPattern:
@@ -118,12 +143,22 @@ class BlockPattern:
 
     @classmethod
     def from_counts(
-        cls, n: int, block_size: int, counts: Tensor, columns: Tensor, is_causal: bool
+        cls,
+        n: int,
+        block_size: int,
+        counts: Tensor,
+        columns: Tensor,
+        is_causal: bool,
+        tiles: Tensor | None = None,
+        tile_of: Tensor | None = None,
     ) -> BlockPattern:
-        """From the number of kept blocks of each row and all columns, row by row."""
+        """From the number of kept blocks of each row and all columns, row by row; and of their tiles."""
         starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=starts[1:])
-        return cls(n, block_size, starts, columns.to(torch.int32), is_causal)
+        if tiles is not None and tile_of is not None:
+            tiles, tile_of = keep_tiles(tiles, tile_of)
+            tiles, tile_of = (tiles, tile_of.to(torch.int32)) if len(tiles) else (None, None)
+        return cls(n, block_size, starts, columns.to(torch.int32), is_causal, tiles, tile_of)
 
     @property
     def rows(self) -> int:
@@ -153,17 +188,21 @@ class BlockPattern:
     @property
     def nbytes(self) -> int:
         """What the pattern itself takes."""
-        return self.starts.nbytes + self.columns.nbytes
+        return sum(x.nbytes for x in self._tensors)
 
     @cached_property
     def num_pairs(self) -> int:
-        """Query-key pairs over all layouts, with partial and causal blocks counted as what they are."""
+        """Query-key pairs seen over all layouts: of short and causal blocks and of tiles what is in them."""
         tail = self.n - (self.rows - 1) * self.block_size
         row, column = self.row_of_blocks % self.rows, self.columns
         q_len = torch.where(row == self.rows - 1, tail, self.block_size)
         k_len = torch.where(column == self.rows - 1, tail, self.block_size)
         on_diagonal = self.is_causal & (row == column)
-        return int(torch.where(on_diagonal, q_len * (q_len + 1) // 2, q_len * k_len).sum())
+        pairs = torch.where(on_diagonal, q_len * (q_len + 1) // 2, q_len * k_len)
+        if self.tiles is not None and self.tile_of is not None:
+            seen = self.tiles.cumsum(1).cumsum(2)[self.tile_of.clamp_min(0).long(), q_len - 1, k_len - 1]
+            pairs = torch.where(self.tile_of < 0, pairs, seen)
+        return int(pairs.sum())
 
     def causal(self) -> BlockPattern:
         """The pattern without what lies above the diagonal."""
@@ -171,8 +210,17 @@ class BlockPattern:
             return self
         row = self.row_of_blocks
         kept = self.columns <= row % self.rows
-        counts = torch.bincount(row[kept], minlength=self.starts.numel() - 1)
-        return self.from_counts(self.n, self.block_size, counts, self.columns[kept], is_causal=True)
+        row, columns, tiles, tile_of = row[kept], self.columns[kept], self.tiles, self.tile_of
+        counts = torch.bincount(row, minlength=self.starts.numel() - 1)
+        if tiles is not None and tile_of is not None:
+            cut, tile_of = tiles.tril(), tile_of[kept].long()
+            # A diagonal block of which all up to the diagonal is seen needs no tile any more.
+            is_plain = (cut == torch.ones_like(cut[:1]).tril()).flatten(1).all(1)
+            own = torch.arange(len(tiles), 2 * len(tiles), device="cpu").masked_fill_(is_plain, -1)
+            is_cut = (columns == row % self.rows) & (tile_of >= 0)
+            tile_of = torch.where(is_cut, own[tile_of.clamp_min(0)], tile_of)
+            tiles = torch.cat([tiles, cut])
+        return self.from_counts(self.n, self.block_size, counts, columns, True, tiles, tile_of)
 
     def to_layout(self) -> Tensor:
         """(layouts, blocks, blocks) bool. For small patterns: its size grows with the square of n."""
@@ -180,10 +228,21 @@ class BlockPattern:
         layout[self.row_of_blocks, self.columns.long()] = True
         return layout.view(len(self), self.rows, self.rows)
 
+    def tile_table(self) -> Tensor:
+        """(layouts, blocks, blocks): the number of each block's tile, -1 for none. For small patterns."""
+        table = torch.full((len(self) * self.rows, self.rows), -1, device="cpu")
+        if self.tile_of is not None:
+            table[self.row_of_blocks, self.columns.long()] = self.tile_of.long()
+        return table.view(len(self), self.rows, self.rows)
+
     def to_dense(self) -> Tensor:
         """(layouts, n, n) bool, True where a query may attend a key. For small patterns."""
-        block = torch.arange(self.n, device="cpu") // self.block_size
+        index = torch.arange(self.n, device="cpu")
+        block, place = index // self.block_size, index % self.block_size
         dense = self.to_layout()[:, block][:, :, block]
+        if self.tiles is not None:
+            tile = self.tile_table()[:, block][:, :, block]
+            dense &= (tile < 0) | self.tiles[tile.clamp_min(0), place[:, None], place]
         return dense.tril() if self.is_causal else dense
 
     def to_block_mask(
@@ -200,55 +259,33 @@ class BlockPattern:
         return flex.to_block_mask(self, device, num_heads, key_mask)
 
     @classmethod
+    @uncompiled
     def from_block_mask(
         cls, mask: Any, *, is_causal: bool = False, num_heads: int | None = None
     ) -> BlockPattern:
-        """The blocks of a FlexAttention `BlockMask`, partial ones as full: its `mask_mod` is not evaluated.
+        """What a FlexAttention `BlockMask` shows; of its partial blocks what its `mask_mod` shows, as tiles.
 
-        With `is_causal` the triangle is applied, and blocks above the diagonal are left out. A mask that
-        differs by batch and not by head needs `num_heads`: the pattern has a layout for each of both.
+        `mask_mod` is evaluated here, once, in partial blocks alone. Blocks in which it shows all or nothing
+        become whole ones or are left out, and equal tiles are kept once. With `is_causal` the triangle is
+        applied, too. A mask that differs by batch and not by head needs `num_heads`: the pattern has a layout
+        for each of both. Blocks that are not square are cut into squares.
         """
-        layout, n, block_size = flex.read_block_mask(mask, num_heads)
-        return cls.from_layout(layout, n, block_size, is_causal=is_causal)
+        layout, tiles, tile_of, n, block_size = flex.read_block_mask(mask, num_heads)
+        counts, columns = layout.sum(-1).flatten(), layout.nonzero()[:, -1]
+        pattern = cls.from_counts(n, block_size, counts, columns, False, tiles, tile_of)
+        return pattern.causal() if is_causal else pattern
 
     def save(self, path: str | Path) -> None:
-        """Writes the pattern to a file that `load` reads: a line of JSON and plain integers."""
-        header = {
-            "format": FORMAT,
-            "n": self.n,
-            "block_size": self.block_size,
-            "is_causal": self.is_causal,
-            "rows": self.starts.numel() - 1,
-            "blocks": self.columns.numel(),
-        }
-        tables = raw_bytes(self.starts) + raw_bytes(self.columns)
-        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + tables)
+        """Writes the pattern to a file that `load` reads: a line of JSON and plain numbers."""
+        sizes = {"n": self.n, "block_size": self.block_size, "is_causal": self.is_causal}
+        sizes |= {"rows": self.starts.numel() - 1, "blocks": self.columns.numel()}
+        sizes |= {"tiles": 0 if self.tiles is None else len(self.tiles)}
+        pattern_file.write_pattern(path, sizes, self._tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> BlockPattern:
         """Reads a file of `save`, and validates it. Runs no code from the file."""
-        with Path(path).open("rb") as file:
-            line, tables = file.readline(_MAX_HEADER), file.read()
-        try:
-            header = parse_json(line)
-            given, is_causal = header["format"], header["is_causal"]
-            sizes = [header[name] for name in ("n", "block_size", "rows", "blocks")]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path} is not a block pattern: it does not begin with a line of its JSON"
-            ) from None
-        if given != FORMAT:
-            raise ValueError(f"{path} has the format {given!r}, and this version reads {FORMAT!r}")
-        if not isinstance(is_causal, bool) or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError(f"{path} is not a block pattern: its header holds {header}")
-        n, block_size, rows, blocks = sizes
-        split = 8 * (rows + 1)
-        if len(tables) != split + 4 * blocks:
-            raise ValueError(
-                f"{path} is cut off or damaged: {split + 4 * blocks} bytes announced, {len(tables)} found"
-            )
-        starts, columns = _tensor(tables[:split], torch.int64), _tensor(tables[split:], torch.int32)
-        return cls(n, block_size, starts, columns, is_causal)
+        return cls(*pattern_file.read_pattern(path))
 
     def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
         """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend (extra `charts`).
@@ -290,25 +327,11 @@ def count_blocks(n: int, block_size: int) -> int:
     return -(-n // block_size)
 
 
-def raw_bytes(x: Tensor) -> bytes:
-    """The elements of a tensor on the cpu, little-endian. NumPy is no dependency."""
-    data = bytearray(x.nbytes)
-    if data:
-        torch.frombuffer(data, dtype=x.dtype).copy_(_little_endian(x.detach().flatten()))
-    return bytes(data)
-
-
-def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return _little_endian(torch.frombuffer(bytearray(data), dtype=dtype))
-
-
-def _little_endian(x: Tensor) -> Tensor:
-    """From the machine's order of bytes, or back to it."""
-    if sys.byteorder == "little":
-        return x
-    return x.view(torch.uint8).view(-1, x.element_size()).flip(1).flatten().view(x.dtype)
+def _check_table(name: str, x: Any, dtype: torch.dtype, dim: int = 1) -> None:
+    if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != dim or x.device.type != "cpu":
+        kind = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+        raise TypeError(f"{name} must be a {dim}-d {dtype} tensor on the cpu, got {kind}")
+    check_dense(name, x)
 
 
 def _check_sizes(n: int, block_size: int, is_causal: bool) -> None:

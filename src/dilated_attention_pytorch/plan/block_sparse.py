@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class Meeting(NamedTuple):
 
     layout: Tensor  # (rows,)
     row: Tensor  # (rows,) the first of the joined ones
-    columns: Tensor  # (rows, blocks) int32
+    columns: Tensor  # (rows, blocks) int32, those with a tile last
+    tiles: Tensor | None  # (rows, blocks) int32
     has_diagonal: bool  # the rows also meet their own block, up to the diagonal
     stage: int = 0
     join: int = 1
@@ -52,12 +53,16 @@ def plan_blocks(
     """
     queries = (0, pattern.n) if queries is None else queries
     keys = queries if keys is None else keys
+    assert pattern.tile_of is None or queries == keys == (0, pattern.n)
     met = torch.zeros(len(pattern), max(1, pattern.rows), dtype=torch.bool)
-    tables, stages = [], 1
+    tables, tiles, stages = [], [], 1
     for meeting in _meetings(pattern, queries, keys, joins):
         met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
         stages = max(stages, meeting.stage + 1)
         jobs, runs = _jobs(pattern, shape, meeting, queries, keys)
+        if meeting.tiles is not None:
+            numbers = torch.nn.functional.pad(meeting.tiles, (0, int(meeting.has_diagonal)), value=-1)
+            tiles.append(numbers.flatten().long())
         if kv is not None:
             head = jobs[:, COLUMN["kv"]]
             jobs = jobs[(head >= kv[0]) & (head < kv[0] + kv[1])]
@@ -76,7 +81,10 @@ def plan_blocks(
     budget = workspace_bytes * (2 if direction == "forward" else 1)  # the other half is for gradients
     covers = bool(met[:, first:end].all())
     unit = (pattern.block_size, queries[0])
-    return make_plan(placed, shape, regions, unit=unit, covers_queries=covers, budget=budget)
+    facts: dict[str, Any] = {"unit": unit, "covers_queries": covers, "budget": budget}
+    if tiles:
+        facts |= {"tiles": pattern.tiles, "run_tiles": torch.cat(tiles)}
+    return make_plan(placed, shape, regions, **facts)
 
 
 def blocks_of(window: Range, size: int) -> Range:
@@ -93,7 +101,7 @@ def _meetings(pattern: BlockPattern, queries: Range, keys: Range, joins: bool) -
     size = pattern.block_size
     (first_row, end_row), (first_column, end_column) = blocks_of(queries, size), blocks_of(keys, size)
     ids = torch.repeat_interleave(torch.arange(len(pattern) * pattern.rows), pattern.starts.diff())
-    row, columns = ids % pattern.rows, pattern.columns
+    row, columns, tile_of = ids % pattern.rows, pattern.columns, pattern.tile_of
     if (first_row, end_row, first_column, end_column) != (0, pattern.rows, 0, pattern.rows):
         inside = (row >= first_row) & (row < end_row) & (columns >= first_column) & (columns < end_column)
         ids, columns = ids[inside], columns[inside]
@@ -104,16 +112,27 @@ def _meetings(pattern: BlockPattern, queries: Range, keys: Range, joins: bool) -
     first, last = columns[starts].long(), columns[starts + counts - 1].long()
     # Columns rise: the block of a causal row itself is the last one.
     has_diagonal = (last == rows) & (pattern.is_causal and queries == keys)
+    num_tiled = torch.zeros_like(counts)
+    if tile_of is not None:
+        has_diagonal &= tile_of[starts + counts - 1] < 0
+        # Blocks with a tile behind the others, but before the diagonal.
+        owner = torch.arange(len(ids)).repeat_interleave(counts)
+        num_tiled.index_add_(0, owner, (tile_of >= 0).long())
+        place = owner * 3 + (tile_of >= 0)
+        place[(starts + counts - 1)[has_diagonal]] += 2
+        order = torch.argsort(place, stable=True)
+        columns, tile_of = columns[order], tile_of[order]
     is_cut = _length(rows, queries, size) < size
     is_cut |= (_length(first, keys, size) < size) | (_length(last, keys, size) < size)
-    kind = (counts * 2 + has_diagonal) * 2 + is_cut
+    kind = ((num_tiled * (pattern.rows + 1) + counts) * 2 + has_diagonal) * 2 + is_cut
     order = torch.argsort(kind, stable=True)
     kinds, lengths = torch.unique_consecutive(kind[order], return_counts=True)
     for code, which in zip(kinds.tolist(), torch.split(order, lengths.tolist()), strict=True):
-        diagonal = code // 2 % 2
-        kept = columns[starts[which][:, None] + torch.arange(code // 4 - diagonal)]
-        meeting = Meeting(ids[which] // pattern.rows, rows[which], kept, bool(diagonal))
-        yield from _join(meeting, size) if joins and not code % 2 else [meeting]
+        diagonal, count = code // 2 % 2, code // 4 % (pattern.rows + 1)
+        kept = starts[which][:, None] + torch.arange(count - diagonal)
+        tiles = None if tile_of is None else tile_of[kept]
+        meeting = Meeting(ids[which] // pattern.rows, rows[which], columns[kept], tiles, bool(diagonal))
+        yield from _join(meeting, size) if joins and tiles is None and not code % 2 else [meeting]
 
 
 def _length(rows: Tensor, window: Range, size: int) -> Tensor:
@@ -145,14 +164,14 @@ def _join(meeting: Meeting, size: int) -> list[Meeting]:
     found = []
     if bool(alone.any()):
         kept = meeting.layout[alone], meeting.row[alone], meeting.columns[alone]
-        found.append(Meeting(*kept, meeting.has_diagonal))
+        found.append(Meeting(*kept, None, meeting.has_diagonal))
     for shared in torch.unique(num_shared[pays]).tolist():
         these = pays & (num_shared == shared)
         own = ordered[these]
-        found.append(Meeting(layouts[these, 0], rows[these, 0], own[:, 0, :shared], False, 0, join))
+        found.append(Meeting(layouts[these, 0], rows[these, 0], own[:, 0, :shared], None, False, 0, join))
         if shared < num or meeting.has_diagonal:
             rest = layouts[these].flatten(), rows[these].flatten(), own.flatten(0, 1)[:, shared:]
-            found.append(Meeting(*rest, meeting.has_diagonal, 1))
+            found.append(Meeting(*rest, None, meeting.has_diagonal, 1))
     return found
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_device, check_positive_int
+from .tiles import EMPTY, WHOLE, evaluate_tiles
 
 if TYPE_CHECKING:
     from .block_pattern import BlockPattern
@@ -68,8 +70,6 @@ def _compiled(device_type: str) -> Callable[..., Any]:
 def to_block_mask(
     pattern: BlockPattern, device: torch.device | str, num_heads: int | None, key_mask: Tensor | None = None
 ) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
-
     n, size, rows = pattern.n, pattern.block_size, pattern.rows
     device = check_device(device) or torch.device("cpu")
     if num_heads is not None:
@@ -78,27 +78,44 @@ def to_block_mask(
     if len(pattern) % heads:
         raise ValueError(f"{len(pattern)} layouts are not one for each of {heads} heads")
     layout = pattern.to_layout().view(-1, heads, rows, rows).to(device)
-    # Full blocks skip the mask function: all but the diagonal, the ends and, with padding, none.
-    partial = torch.zeros(rows, rows, dtype=torch.bool, device=device)
+    # Full blocks skip the mask function: all but tiles, the diagonal and, with padding, none.
+    partial, tiles = torch.zeros_like(layout[:1, :1]), pattern.tiles
+    if tiles is not None:
+        table, tiles = pattern.tile_table().view(layout.shape).to(device), tiles.to(device)
+        partial = table >= 0
     if pattern.is_causal:
-        partial.fill_diagonal_(True)
-    if n % size:
-        partial[-1], partial[:, -1] = True, True
+        partial.diagonal(dim1=-2, dim2=-1).fill_(True)
     if key_mask is not None:
         partial.fill_(True)
     batches, is_causal = layout.shape[0], pattern.is_causal
 
     def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        kept = layout[b if batches > 1 else b * 0, h if heads > 1 else h * 0, q // size, kv // size]
+        block = b if batches > 1 else b * 0, h if heads > 1 else h * 0, q // size, kv // size
+        kept = layout[block]
+        if tiles is not None:
+            tile = table[block]
+            kept = kept & ((tile < 0) | tiles[tile.clamp_min(0), q % size, kv % size])
         if is_causal:
             kept = kept & (q >= kv)
         return kept if key_mask is None else kept & key_mask[b, kv]
 
+    return make_block_mask(layout, partial, size, n, seen)
+
+
+def make_block_mask(
+    layout: Tensor, partial: Tensor, size: int, n: int, mask_mod: Callable[..., Tensor]
+) -> Any:
+    """A `BlockMask` of the blocks of a layout (b, h, blocks, blocks); `mask_mod` acts in partial ones."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partial = partial.clone()
+    if n % size:  # FlexAttention takes no full blocks at the ends
+        partial[..., -1, :], partial[..., -1] = True, True
     return BlockMask.from_kv_blocks(
         *_in_order(layout & partial),
         *_in_order(layout & ~partial),
         BLOCK_SIZE=(size, size),
-        mask_mod=seen,
+        mask_mod=mask_mod,
         seq_lengths=(n, n),
     )
 
@@ -109,40 +126,26 @@ def _in_order(layout: Tensor) -> tuple[Tensor, Tensor]:
     return layout.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def read_block_mask(mask: Any, num_heads: int | None) -> tuple[Tensor, int, int]:
-    """Layouts (layouts, blocks, blocks), length and block size of a `BlockMask`."""
+def read_block_mask(mask: Any, num_heads: int | None) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """What a `BlockMask` shows: the layouts (layouts, blocks, blocks) of blocks in which anything is seen,
+    tiles and the tile of each of these blocks, then length and block size."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a FlexAttention BlockMask, got {type(mask).__name__}")
-    (q_size, k_size), (q_len, k_len) = mask.BLOCK_SIZE, mask.seq_lengths
-    if q_size != k_size or q_len != k_len:
-        raise ValueError(
-            "a block pattern has square blocks and as many queries as keys, got blocks "
-            f"{(q_size, k_size)} and lengths {(q_len, k_len)}"
-        )
-    layout = _kept(mask.kv_num_blocks, mask.kv_indices)
+    (q_size, k_size), (n, k_len) = mask.BLOCK_SIZE, mask.seq_lengths
+    if n != k_len:
+        raise ValueError(f"a block pattern has as many queries as keys, got a mask of lengths {(n, k_len)}")
+    size = gcd(q_size, k_size)
+    full = torch.zeros_like(partial := _kept(mask, mask.kv_num_blocks, mask.kv_indices))
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        layout |= _kept(mask.full_kv_num_blocks, mask.full_kv_indices)
-    return _for_heads(layout, num_heads).flatten(0, 1), q_len, q_size
-
-
-def check_whole_blocks(mask: Any, is_causal: bool) -> None:
-    """Raises if the `mask_mod` of a `BlockMask` hides what its blocks, up to a causal diagonal, show."""
-    size, last = mask.BLOCK_SIZE[0], mask.seq_lengths[0] - 1
-    partial = _kept(mask.kv_num_blocks, mask.kv_indices).nonzero()
-    place = torch.arange(size, device=partial.device)
-    for blocks in torch.split(partial, max(1, 2**22 // size**2)) if len(partial) else ():
-        b, h, row, column = blocks.T[:, :, None, None]
-        q = (row * size + place[:, None]).clamp_max(last)
-        kv = (column * size + place).clamp_max(last)
-        places = [x.expand(len(blocks), size, size).flatten() for x in (b, h, q, kv)]
-        hidden = ~torch.vmap(mask.mask_mod)(*places)
-        if bool((hidden & (places[2] >= places[3]) if is_causal else hidden).any()):
-            raise ValueError(
-                "a block pattern keeps whole blocks, up to the diagonal if is_causal, got a BlockMask whose "
-                f"mask_mod hides single positions, and is_causal={is_causal}"
-            )
+        full = _kept(mask, mask.full_kv_num_blocks, mask.full_kv_indices)
+    which, blocks = full.int() * (WHOLE - EMPTY) + EMPTY, (partial & ~full).nonzero()
+    tiles, found = evaluate_tiles(mask.mask_mod, blocks, size, n)
+    which[blocks.unbind(1)] = found.int()
+    which = _for_heads(which.cpu(), num_heads).flatten(0, 1)
+    layout = which != EMPTY
+    return layout, tiles.cpu(), which[layout], n, size
 
 
 def _for_heads(layout: Tensor, num_heads: int | None) -> Tensor:
@@ -161,7 +164,18 @@ def _for_heads(layout: Tensor, num_heads: int | None) -> Tensor:
     return layout.expand(-1, num_heads, -1, -1) if batches > 1 else layout
 
 
-def _kept(counts: Tensor, indices: Tensor) -> Tensor:
-    """(b, h, rows, columns) bool from the first `counts` entries of each row of indices."""
+def _kept(mask: Any, counts: Tensor, indices: Tensor) -> Tensor:
+    """(b, h, blocks, blocks) of square blocks, from the first `counts` entries of each row of indices."""
+    (q_size, k_size), n = mask.BLOCK_SIZE, mask.seq_lengths[0]
+    rows, columns = (-(-n // size) for size in mask.BLOCK_SIZE)
+    counts, indices = counts[(None,) * (3 - counts.dim())], indices[(None,) * (4 - indices.dim())]
+    if counts.shape[2] != rows:
+        raise ValueError(f"{n} queries in blocks of {q_size} are {rows} rows, got {counts.shape[2]}")
     is_kept = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-    return torch.zeros_like(is_kept).scatter_(-1, indices.long(), is_kept)
+    # What stands behind the first `counts` may be anything.
+    indices = torch.where(is_kept, indices, columns).long()
+    kept = is_kept.new_zeros(*counts.shape, columns + 1).scatter_(-1, indices, True)[..., :columns]
+    size = gcd(q_size, k_size)
+    kept = kept.repeat_interleave(q_size // size, -2).repeat_interleave(k_size // size, -1)
+    blocks = -(-n // size)
+    return kept[..., :blocks, :blocks]

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .block_pattern import raw_bytes
+from .pattern_file import raw_bytes
 
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
@@ -109,6 +109,9 @@ class Plan:
     detaches: bool = False  # mixing weights are constants in backward
     # Runs of keys are blocks of so many rows, from multiples of it on, if time 0 is the second number.
     unit: tuple[int, int] = (0, 0)
+    # Of a run with a tile the queries see what is True in it: (tiles, queries, keys) bool.
+    tiles: Tensor | None = None
+    run_tiles: Tensor | None = None  # (runs,) the number of each run's tile, -1 for none
     budget: int = DEFAULT_WORKSPACE_BYTES  # bytes of rows that kernels pack at a time
     by_kernel: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from the tables
 
@@ -118,13 +121,19 @@ class Plan:
     @cached_property
     def key_counts(self) -> Tensor:
         """(jobs,) keys of each job."""
-        ends = torch.cat([self.runs.new_zeros(1), self.runs[:, 2].cumsum(0)])
-        first = self.column("first_run")
+        return self.sum_runs(self.runs[:, 2])
+
+    def sum_runs(self, values: Tensor) -> Tensor:
+        """(jobs,): the sum of values (runs,) over the runs of each job."""
+        ends, first = torch.cat([values.new_zeros(1), values.cumsum(0)]), self.column("first_run")
         return ends[first + self.column("num_runs")] - ends[first]
 
     @property
     def num_pairs(self) -> int:
-        """Query-key pairs scored over all heads and batches: the true work, causal halves included."""
+        """Query-key pairs scored over all heads and batches: the true work, of causal jobs what they see.
+
+        Runs with a tile are scored whole.
+        """
         return self._pairs[0]
 
     @property
@@ -153,7 +162,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        return self.jobs.nbytes + self.runs.nbytes
+        return sum(table.nbytes for table in self._tables)
+
+    @property
+    def _tables(self) -> list[Tensor]:
+        return [x for x in (self.jobs, self.runs, self.tiles, self.run_tiles) if x is not None]
 
     @cached_property
     def is_one_stage(self) -> bool:
@@ -168,12 +181,16 @@ class Plan:
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan with its tables on a device."""
-        return replace(self, jobs=self.jobs.to(device), runs=self.runs.to(device), by_kernel={})
+        tables: dict[str, Any] = {}
+        for name in ("jobs", "runs", "tiles", "run_tiles"):
+            table = getattr(self, name)
+            tables[name] = None if table is None else table.to(device)
+        return replace(self, **tables, by_kernel={})
 
     @cached_property
     def digest(self) -> bytes:
         state = blake2b(repr((self.shape, self.regions)).encode(), digest_size=16)
-        for table in (self.jobs, self.runs):
+        for table in self._tables:
             state.update(raw_bytes(table.cpu()))
         return state.digest()
 

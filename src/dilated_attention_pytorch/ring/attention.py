@@ -227,7 +227,7 @@ def attend_ring_blocks(
             raise TypeError(f"pattern must be a BlockPattern or make one, got {type(pattern).__name__}")
         spec, facts = make_spec(), {"pattern": 0}
         if isinstance(pattern, BlockPattern):
-            check_fit(pattern, q, spec.is_causal)
+            _check_fit(pattern, q, spec.is_causal)
             facts = {"pattern": digest(pattern.key)}
         tensors = Tensors(q, k, v, key_mask)
         call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
@@ -235,7 +235,7 @@ def attend_ring_blocks(
     if not isinstance(pattern, BlockPattern):
         with agree(ring, "the pattern", q, settings.timeout) as agreement:
             pattern = pattern(shape.n)
-            check_fit(pattern, q, spec.is_causal)
+            _check_fit(pattern, q, spec.is_causal)
             agreement.on({"the pattern": digest(pattern.key)}, [])
     if shape.n != pattern.n:
         raise ValueError(f"the pattern is for a length of {pattern.n}, got {shape.n} tokens on all ranks")
@@ -244,6 +244,14 @@ def attend_ring_blocks(
     options = run_options(spec, shape.d, call.execution, workspace_bytes)
     needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
     return call.attend(needs, options, get_block_pattern_cache(), "ring")
+
+
+def _check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
+    check_fit(pattern, q, is_causal)
+    if pattern.tiles is not None:
+        raise ValueError(
+            f"a ring takes patterns of whole blocks, got one with {len(pattern.tiles)} tiles, of a mask_mod"
+        )
 
 
 def plan_ring(

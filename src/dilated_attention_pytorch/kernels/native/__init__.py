@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 # The structs of attend.h, whose fields all have 8 bytes. A tensor is its address and three strides.
-_CALL, _GRAD_CALL = struct.Struct("34qd"), struct.Struct("23q")
+_CALL, _GRAD_CALL = struct.Struct("37qd"), struct.Struct("23q")
 _NOTHING = (0, 0, 0, 0)
 
 
@@ -53,7 +53,7 @@ def load_library() -> ctypes.CDLL | str:
     library.dap_forward_scratch.argtypes = [ctypes.c_int64] * 2
     library.dap_backward_scratch.argtypes = [ctypes.c_int64] * 3
     library.dap_forward_scratch.restype = library.dap_backward_scratch.restype = ctypes.c_int64
-    if library.dap_columns().decode().split() != list(COLUMN):
+    if library.dap_columns().decode().split() != [*COLUMN, "tiles"]:
         return "its library is of another version: install the package again"
     for pool in Path(torch.__file__).with_name("lib").glob("libgomp*"):
         library.dap_use_pool(ctypes.cast(ctypes.CDLL(str(pool)).GOMP_parallel, ctypes.c_void_p))
@@ -99,7 +99,7 @@ def _attend(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     tables = _tables(plan)
     memory = _lend(inputs.workspace, _forward_scratch(q.shape[-1], tables.most_rows))
     for stage in tables.stages:
-        at = stage.data_ptr(), plan.runs.data_ptr(), len(stage)
+        at = stage.data_ptr(), plan.runs.data_ptr(), *tables.tiles, len(stage)
         call = _call(places, at, q.shape[-1], tables.most_rows, memory, dtypes, inputs.scale)
         _check(_library().dap_forward(call))
 
@@ -115,6 +115,8 @@ class _Tables(NamedTuple):
 
     stages: list[Tensor]
     most_rows: int  # of a job
+    tiles: tuple[int, int, int] = (0, 0, 0)  # addresses of the runs' numbers and of the tiles, and their size
+    owner: Tensor | None = None  # of the tiles
 
 
 def _tables(plan: Plan) -> _Tables:
@@ -124,6 +126,10 @@ def _tables(plan: Plan) -> _Tables:
         numbers = [] if plan.is_one_stage else sorted(set(stage.tolist()))
         stages = [plan.jobs[stage == number] for number in numbers] or [plan.jobs]
         found = _Tables(stages, int(rows.max()) if len(rows) else 0)
+        if plan.tiles is not None and plan.run_tiles is not None:
+            tiles = plan.tiles.contiguous()
+            at = plan.run_tiles.data_ptr(), tiles.data_ptr(), tiles.shape[-1]
+            found = found._replace(tiles=at, owner=tiles)
         plan.by_kernel["native"] = found
     return found
 
@@ -151,7 +157,7 @@ def backward(
     tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
     memory = _lend(inputs.workspace, _library().dap_backward_scratch(d, tables.most_rows, summed), num)
     places = _places(inputs, q, k, v, out, merged.lse)
-    at = plan.jobs.data_ptr(), plan.runs.data_ptr(), len(plan)
+    at = plan.jobs.data_ptr(), plan.runs.data_ptr(), *tables.tiles, len(plan)
     call = _call(places, at, d, tables.most_rows, memory, dtypes, inputs.scale) + _GRAD_CALL.pack(
         *_place(grad_out),
         *(_NOTHING if grad_lse is None else _place_packed(grad_lse)),
@@ -220,17 +226,16 @@ def _place_packed(x: Tensor) -> Place:
 
 def _call(
     places: Sequence[int],
-    tables: tuple[int, int, int],
+    tables: tuple[int, ...],
     d: int,
     most_rows: int,
     memory: _Memory,
     dtypes: tuple[int, int],
     scale: float,
 ) -> bytes:
-    """The struct of a call: places of q, k, v, out, lse, mask; addresses of jobs and runs, number of jobs."""
-    jobs, runs, num_jobs = tables
-    facts = num_jobs, d, _num_threads(), most_rows, memory.address, memory.each
-    return _CALL.pack(*places, jobs, runs, *facts, *dtypes, scale)
+    """The struct of a call: places of q, k, v, out, lse, mask; jobs, runs, tiles and the number of jobs."""
+    facts = d, _num_threads(), most_rows, memory.address, memory.each
+    return _CALL.pack(*places, *tables, *facts, *dtypes, scale)
 
 
 def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[int]:
@@ -256,7 +261,7 @@ def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Te
     rows = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
     mask = _NOTHING if how.mask is None else _place_packed(how.mask)
     memory, most_rows = _lend(Workspace(), _forward_scratch(d, h // h_kv * n)), h // h_kv * n
-    tables = jobs.data_ptr(), runs.buffer_info()[0], len(jobs)
+    tables = jobs.data_ptr(), runs.buffer_info()[0], 0, 0, 0, len(jobs)
     dtypes = DTYPES[q.dtype], DTYPES[out.dtype]
     _check(_library().dap_forward(_call((*rows, *mask), tables, d, most_rows, memory, dtypes, how.scale)))
 

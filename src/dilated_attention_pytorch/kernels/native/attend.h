@@ -3,10 +3,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The columns of the table of jobs, in the order of `plan.runs.Job`; `dap_columns` lets Python compare. */
+/* The columns of the table of jobs, in the order of `plan.runs.Job`, and what else a call holds; `dap_columns` lets
+ * Python compare. */
 #define JOB_COLUMNS                                                                                         \
   "region stage branch batch head heads head_step kv start step count first_run num_runs causal phantom "  \
-  "opens_branch opens_queries opens_keys"
+  "opens_branch opens_queries opens_keys tiles"
 enum {
   REGION, STAGE, BRANCH, BATCH, HEAD, HEADS, HEAD_STEP, KV, START, STEP, COUNT, FIRST_RUN, NUM_RUNS, CAUSAL,
   PHANTOM, OPENS_BRANCH, OPENS_QUERIES, OPENS_KEYS, NUM_COLUMNS
@@ -21,7 +22,9 @@ typedef struct {
 
 typedef struct {
   tensor q, k, v, out, lse, mask; /* lse float; mask one byte a key, or no data; head is the key head in k, v, mask */
-  const int64_t *jobs, *runs;
+  const int64_t *jobs, *runs, *run_tiles; /* the number of each run's tile, -1 for none; or NULL: no run has one */
+  const uint8_t* tiles;                   /* (tiles, queries, keys): whether a query of a job sees a key of a run */
+  int64_t tile_size;                      /* queries and keys of a tile; runs with one begin at multiples of it */
   int64_t num_jobs, d, threads, most_rows; /* the most query rows of a job */
   char* scratch;                           /* of all threads, aligned to 64 bytes, `scratch_bytes` for each */
   int64_t scratch_bytes;

@@ -54,8 +54,8 @@ static void add_products(float* out, const float* a, long keys, const grad_panel
   }
 }
 
-/* P, dS and dQ of a panel and the first `keys` keys of the block */
-INL void differentiate(const int vectors, const grad_work* w, const grad_panel* p, long keys, int is_cut) {
+/* P, dS and dQ of a panel and the first `keys` keys of the block; a tile is laid out in `p` */
+INL void differentiate(const int vectors, const grad_work* w, const grad_panel* p, long keys, int cut) {
   const block* b = &w->keys;
   const long d = w->g->a.d, width = width_of(d);
   vf lse[NV], delta[NV];
@@ -63,10 +63,14 @@ INL void differentiate(const int vectors, const grad_work* w, const grad_panel* 
   for (long t = 0; t < keys; t += MR) {
     vf acc[MR][NV];
     score_tile(vectors, p->q, b->keys + t * width, width, b->bias + t, d, acc);
-    if (is_cut)
+    if (cut == BY_POSITION)
       for (int i = 0; i < MR; i++)
         for (int j = 0; j < vectors; j++)
           acc[i][j] = choose(*(const vi*)(p->position + j * VL) >= splat_int(b->position[t + i]), acc[i][j], splat(-INFINITY));
+    if (cut == BY_TILE)
+      for (int i = 0; i < MR; i++)
+        for (int j = 0; j < vectors; j++)
+          acc[i][j] = choose(*(const vi*)(w->p + ((t + i) * vectors + j) * VL), acc[i][j], splat(-INFINITY));
     UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < vectors; j++)
       *(vf*)(w->p + ((t + i) * vectors + j) * VL) = exp2_of(acc[i][j] - lse[j]);
   }
@@ -76,12 +80,13 @@ INL void differentiate(const int vectors, const grad_work* w, const grad_panel* 
     score_tile(vectors, p->grad, b->values + t * width, width, zeros, d, acc);
     UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < vectors; j++) {
       const long at = ((t + i) * vectors + j) * VL;
-      *(vf*)(w->ds + at) = *(vf*)(w->p + at) * (acc[i][j] - delta[j]);
+      const vf prob = *(vf*)(w->p + at), ds = prob * (acc[i][j] - delta[j]);
+      *(vf*)(w->ds + at) = cut ? choose(prob != splat(0), ds, splat(0)) : ds; /* what is hidden may overflow */
     }
   }
   for (long c = 0; c < d; c += MR) value_tile(vectors, p->dq + c * vectors * VL, b->keys + c, width, w->ds, keys, NULL);
 }
-FOR_VECTORS(differentiate, (const grad_work* w, const grad_panel* p, long keys, int is_cut), ARGUMENTS(w, p, keys, is_cut))
+FOR_VECTORS(differentiate, (const grad_work* w, const grad_panel* p, long keys, int cut), ARGUMENTS(w, p, keys, cut))
 
 /* The same pair by pair, where a value that is not finite must not reach, times 0, what it does not concern. */
 static void differentiate_pairs(const grad_work* w, const grad_panel* p, long keys) {
@@ -89,7 +94,7 @@ static void differentiate_pairs(const grad_work* w, const grad_panel* p, long ke
   const long d = w->g->a.d, width = width_of(d), lanes = p->vectors * VL;
   for (long x = 0; x < p->rows; x++)
     for (long t = 0; t < keys; t++) {
-      if (b->position[t] > p->position[x]) continue;
+      if (!sees_one(b, t, p->position[x])) continue;
       float score = b->bias[t], dp = 0;
       for (long c = 0; c < d; c++) {
         score += p->q[c * lanes + x] * b->keys[t * width + c];
@@ -121,15 +126,16 @@ static void flush_backward(void* context, block* b) {
   memset(w->dv, 0, round_up(b->num, MR) * width * 4);
   for (int i = 0; i < w->num_panels; i++) {
     const grad_panel* p = w->panels + i;
-    int is_cut;
-    long keys = visible(b, p->earliest, p->latest, &is_cut);
+    int cut;
+    long keys = visible(b, p->position, p->vectors * VL, p->earliest, p->latest, &cut);
     if (!keys) continue;
-    if (is_cut && (has_odd || p->is_odd)) {
+    if (cut && (has_odd || p->is_odd)) {
       differentiate_pairs(w, p, keys);
       continue;
     }
     keys = round_up(keys, MR);
-    BY_VECTORS(differentiate, p->vectors)(w, p, keys, is_cut);
+    if (cut == BY_TILE) lay_out_tile(b, p->position, p->vectors, keys, w->p);
+    BY_VECTORS(differentiate, p->vectors)(w, p, keys, cut);
     add_products(w->dv, w->p, keys, p, p->grad_rows, d);
     add_products(w->dk, w->ds, keys, p, p->q_rows, d);
   }
@@ -214,8 +220,8 @@ static void differentiate_job(grad_work* w, const int64_t* job, long first, long
   }
   int32_t earliest, latest;
   extent(job, first, rows, &earliest, &latest);
-  for (long i = 0; i < job[NUM_RUNS]; i++)
-    add_run(a, &w->keys, job, a->runs + (job[FIRST_RUN] + i) * RUN_COLUMNS, earliest, latest, flush_backward, w);
+  for (long i = job[FIRST_RUN]; i < job[FIRST_RUN] + job[NUM_RUNS]; i++)
+    add_run(a, &w->keys, job, a->runs + i * RUN_COLUMNS, tile_of(a, i), earliest, latest, flush_backward, w);
   if (w->keys.num) flush_backward(w, &w->keys);
   for (int i = 0; i < w->num_panels; i++) close_grad_panel(w, job, w->panels + i);
 }

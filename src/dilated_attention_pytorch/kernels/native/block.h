@@ -58,18 +58,20 @@ INL void value_tile(const int vectors, float* restrict out, const float* restric
 typedef struct {
   float *keys, *values; /* rows of width_of(d) */
   float bias[BLOCK];    /* log2 of the multiplicity; -inf for padding */
-  int32_t position[BLOCK]; /* counted from the first query of the job */
-  long time[BLOCK];
+  int32_t position[BLOCK]; /* counted from the first query of the job; of a block with a tile the column in it */
+  long time[BLOCK], tile_size;
   int is_odd[BLOCK]; /* in a block that is cut: whether something of the key is not finite */
   long num;
   int is_run; /* positions rise: the keys are of one run */
   int is_cut; /* some query of the task may not see some of the keys */
+  const uint8_t* tile; /* of the run, or NULL */
 } block;
 
 typedef void (*flush)(void* context, block* keys);
 
 INL void empty(block* b) {
   b->num = b->is_cut = 0;
+  b->tile = NULL;
   b->is_run = 1;
 }
 
@@ -85,15 +87,42 @@ static void pad(block* b, long d) {
   }
 }
 
-/* How many keys of the block the queries of a panel meet, and whether some of them see only some. */
-static long visible(const block* b, int32_t earliest, int32_t latest, int* is_cut) {
+/* Whether the query at a position sees a key of a block that is cut; and that for a vector of positions. */
+INL int sees_one(const block* b, long t, int32_t position) {
+  return b->tile && t < b->num ? b->tile[position * b->tile_size + b->position[t]] : position >= b->position[t];
+}
+INL vi sees(const block* b, long t, const int32_t* position) {
+  vi seen;
+  for (int x = 0; x < VL; x++) seen[x] = -sees_one(b, t, position[x]);
+  return seen;
+}
+
+/* The tile of a block for the queries of a panel: all bits where one sees a key, (keys, lanes). */
+static __attribute__((noinline)) void lay_out_tile(const block* b, const int32_t* position, int vectors, long keys, float* seen) {
+  for (long t = 0; t < keys; t++)
+    for (int j = 0; j < vectors; j++) *(vi*)(seen + (t * vectors + j) * VL) = sees(b, t, position + j * VL);
+}
+
+enum { WHOLE, BY_POSITION, BY_TILE }; /* how a block of keys is cut for a panel */
+/* How many keys of the block the queries of a panel, in so many lanes, meet, and whether some of them see only some. */
+static long visible(const block* b, const int32_t* position, long lanes, int32_t earliest, int32_t latest, int* cut) {
   long keys = b->num;
-  *is_cut = 0;
+  *cut = WHOLE;
   if (!b->is_cut) return keys;
+  if (b->tile) {
+    int is_seen = 0;
+    for (; keys; keys--) {
+      for (long x = 0; x < lanes; x++) is_seen |= sees_one(b, keys - 1, position[x]);
+      if (is_seen) break;
+    }
+    *cut = BY_TILE;
+    return keys;
+  }
   if (b->is_run)
     while (keys && b->position[keys - 1] > latest) keys--;
-  *is_cut = keys < b->num && keys % MR; /* tiles are whole: the last one holds keys that nobody sees */
-  for (long t = 0; t < keys; t++) *is_cut |= b->position[t] > earliest;
+  int is_cut = keys < b->num && keys % MR; /* register tiles are whole: the last one holds keys that nobody sees */
+  for (long t = 0; t < keys; t++) is_cut |= b->position[t] > earliest;
+  *cut = is_cut ? BY_POSITION : WHOLE;
   return keys;
 }
 
@@ -108,15 +137,20 @@ static int is_finite(const float* row, long d) {
 /* Where the key head of a job begins in a tensor of keys. */
 INL long keys_of(const int64_t* job, const tensor* x) { return job[BATCH] * x->batch + job[KV] * x->head; }
 
+/* The tile of a run, or NULL. */
+INL const uint8_t* tile_of(const call* a, long run) {
+  return a->run_tiles && a->run_tiles[run] >= 0 ? a->tiles + a->run_tiles[run] * a->tile_size * a->tile_size : NULL;
+}
+
 /* Gathers the keys of a run that the queries at positions up to `latest` see; flushes each block that is full. */
-static void add_run(const call* a, block* b, const int64_t* job, const int64_t* run, int32_t earliest, int32_t latest, flush flush_block, void* context) {
+static void add_run(const call* a, block* b, const int64_t* job, const int64_t* run, const uint8_t* tile, int32_t earliest, int32_t latest, flush flush_block, void* context) {
   const long d = a->d, width = width_of(d), step = run[RUN_STEP], first = run[RUN_START] - job[START];
   long count = run[RUN_COUNT];
-  int is_cut = 0;
+  int is_cut = tile != NULL;
   if (job[CAUSAL]) {
     if (first > latest) return;
     if ((latest - first) / step + 1 < count) count = (latest - first) / step + 1;
-    is_cut = first + (count - 1) * step > earliest;
+    is_cut |= first + (count - 1) * step > earliest;
   }
   /* What is cut comes run by run: panels then leave out the keys behind them. */
   if (b->num && (is_cut || b->is_cut)) flush_block(context, b);
@@ -137,8 +171,10 @@ static void add_run(const call* a, block* b, const int64_t* job, const int64_t* 
     read_row(value, a->v.data, v_at + time * a->v.time, d, a->dtype);
     for (long c = d; c < width; c++) key[c] = value[c] = 0;
     b->bias[t] = bias;
-    b->position[t] = (int32_t)(first + i * step);
+    b->position[t] = (int32_t)(tile ? time % a->tile_size : first + i * step);
     b->time[t] = time;
+    b->tile = tile;
+    b->tile_size = a->tile_size;
     b->is_cut |= is_cut;
     b->is_odd[t] = is_cut && !(is_finite(key, d) && is_finite(value, d));
     if (b->num == BLOCK) flush_block(context, b);

@@ -111,7 +111,7 @@ int64_t dap_backward_scratch(int64_t d, int64_t most_rows, int64_t summed) {
 /* Into how many parts the keys of a job are cut where there are few tasks: the same for any number of threads. */
 static long num_parts(const call* a, const kernel* k, const int64_t* job, long num_tasks) {
   long keys = 0;
-  if (job[HEADS] * job[COUNT] > k->few || num_tasks >= MANY_TASKS) return 1;
+  if (a->run_tiles || job[HEADS] * job[COUNT] > k->few || num_tasks >= MANY_TASKS) return 1;
   for (long r = 0; r < job[NUM_RUNS]; r++) keys += a->runs[(job[FIRST_RUN] + r) * RUN_COLUMNS + RUN_COUNT];
   const long parts = keys / LEAST_KEYS, most = MANY_TASKS / num_tasks;
   return parts > most ? most : parts > 1 ? parts : 1;

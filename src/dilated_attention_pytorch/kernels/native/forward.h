@@ -25,8 +25,8 @@ typedef struct {
   float *scores, *row, *odd_values;
 } work;
 
-/* A panel meets the first `keys` keys of the block; `is_cut`: only those at or before each query's position. */
-INL void meet(const int vectors, const work* w, const panel* p, long keys, int is_cut) {
+/* A panel meets the first `keys` keys of the block, each query those that it sees; a tile is laid out in `scores`. */
+INL void meet(const int vectors, const work* w, const panel* p, long keys, int cut) {
   const block* b = &w->keys;
   const vf none = splat(-INFINITY);
   const long d = w->a->d, width = width_of(d);
@@ -35,10 +35,13 @@ INL void meet(const int vectors, const work* w, const panel* p, long keys, int i
   for (long t = 0; t < keys; t += MR) {
     vf acc[MR][NV];
     score_tile(vectors, p->q, b->keys + t * width, width, b->bias + t, d, acc);
-    if (is_cut)
+    if (cut == BY_POSITION)
       for (int i = 0; i < MR; i++)
         for (int j = 0; j < vectors; j++)
           acc[i][j] = choose(*(const vi*)(p->position + j * VL) >= splat_int(b->position[t + i]), acc[i][j], none);
+    if (cut == BY_TILE)
+      for (int i = 0; i < MR; i++)
+        for (int j = 0; j < vectors; j++) acc[i][j] = choose(*(const vi*)(w->scores + ((t + i) * vectors + j) * VL), acc[i][j], none);
     UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < vectors; j++) {
       *(vf*)(w->scores + ((t + i) * vectors + j) * VL) = acc[i][j];
       best[j] = larger(best[j], acc[i][j]);
@@ -70,7 +73,7 @@ INL void meet(const int vectors, const work* w, const panel* p, long keys, int i
   for (long c = 0; c < d; c += MR)
     value_tile(vectors, p->out + c * vectors * VL, b->values + c, width, w->scores, keys, rises ? shrink : NULL);
 }
-FOR_VECTORS(meet, (const work* w, const panel* p, long keys, int is_cut), ARGUMENTS(w, p, keys, is_cut))
+FOR_VECTORS(meet, (const work* w, const panel* p, long keys, int cut), ARGUMENTS(w, p, keys, cut))
 
 /* Some keys of one run, where they lie or, in half precision, widened. */
 typedef struct {
@@ -163,7 +166,7 @@ static void add_odd_values(const work* w, const panel* p, long keys) {
       for (int j = 0; j < p->vectors; j++) {
         vf* out = (vf*)(p->out + (c * p->vectors + j) * VL);
         const vf sum = *out + splat(w->odd_values[t * d + c]) * *(vf*)(w->scores + (t * p->vectors + j) * VL);
-        *out = choose(*(const vi*)(p->position + j * VL) >= splat_int(b->position[t]), sum, *out);
+        *out = choose(sees(b, t, p->position + j * VL), sum, *out);
       }
 }
 
@@ -180,10 +183,11 @@ static void flush_forward(void* context, block* b) {
     }
   for (int i = 0; i < w->num_panels; i++) {
     const panel* p = w->panels + i;
-    int is_cut;
-    const long keys = visible(b, p->earliest, p->latest, &is_cut);
+    int cut;
+    const long keys = visible(b, p->position, p->vectors * VL, p->earliest, p->latest, &cut);
     if (!keys) continue;
-    BY_VECTORS(meet, p->vectors)(w, p, round_up(keys, MR), is_cut);
+    if (cut == BY_TILE) lay_out_tile(b, p->position, p->vectors, round_up(keys, MR), w->scores);
+    BY_VECTORS(meet, p->vectors)(w, p, round_up(keys, MR), cut);
     if (has_odd) add_odd_values(w, p, keys);
   }
   empty(b);
@@ -291,6 +295,7 @@ static void join(const call* a, const task* t) {
 static void forward(const call* a, const task* t, char* memory) {
   const long d = a->d;
   const int64_t* job = a->jobs + t->job * NUM_COLUMNS;
+  const int is_few = t->rows <= FEW && !a->run_tiles;
   work* w = (work*)memory;
   float* next = (float*)(memory + round_up(sizeof(work), 64));
   w->a = a;
@@ -303,7 +308,7 @@ static void forward(const call* a, const task* t, char* memory) {
   empty(&w->keys);
   for (long done = 0; done < t->rows; w->num_panels++) {
     panel* p = w->panels + w->num_panels;
-    p->vectors = t->rows <= FEW ? 0 : next_vectors((t->rows - done + VL - 1) / VL);
+    p->vectors = is_few ? 0 : next_vectors((t->rows - done + VL - 1) / VL);
     const long lanes = p->vectors ? p->vectors * VL : t->rows;
     p->first = t->first + done;
     p->rows = t->rows - done < lanes ? t->rows - done : lanes;
@@ -324,10 +329,10 @@ static void forward(const call* a, const task* t, char* memory) {
     const int64_t first = run[RUN_COUNT] * t->part / t->parts;
     run[RUN_START] += first * run[RUN_STEP];
     run[RUN_COUNT] = run[RUN_COUNT] * (t->part + 1) / t->parts - first;
-    if (t->rows <= FEW)
+    if (is_few)
       meet_run(w, job, run);
     else if (run[RUN_COUNT])
-      add_run(a, &w->keys, job, run, earliest, latest, flush_forward, w);
+      add_run(a, &w->keys, job, run, tile_of(a, job[FIRST_RUN] + i), earliest, latest, flush_forward, w);
   }
   if (w->keys.num) flush_forward(w, &w->keys);
   for (int i = 0; i < w->num_panels; i++) close_panel(w, job, w->panels + i, t->partial);

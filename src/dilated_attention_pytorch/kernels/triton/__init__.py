@@ -45,6 +45,8 @@ def why_not(request: Request) -> str | None:
         return f"{where}, and the tensors are on {request.device}"
     if request.dtype not in DTYPES:
         return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
+    if request.tiled:
+        return "it takes no mask of pairs, and the pattern has tiles"
     if request.streams and request.dropout:
         return "it drops by position, and keys of other ranks or of a cache have none"
     if request.device.type == "cuda" and cuda._capability(request.device) < CAPABILITY:
