@@ -51,7 +51,7 @@ def _short_joined_rows() -> Iterator[None]:
 )
 def test_equals_the_definition(dtype: torch.dtype, kernel: str, examples: int, max_n: int) -> None:
     @settings(max_examples=examples)
-    @given(block_configurations(max_n))
+    @given(block_configurations(max_n, tiles=True))
     def search(config: BlockConfiguration) -> None:
         check_call(
             config,

@@ -239,7 +239,7 @@ def block_sparse_attention(
         k, v: (b, n, h_kv, d) of the same dtype and device; h_kv divides h (grouped-query attention).
         pattern: of length n, with one layout, one for each of the h heads, or one for each batch and head
             (b x h); see `build_block_pattern` and `BlockPattern.from_layout`. Or FlexAttention's `BlockMask`
-            of whole blocks, which each call checks and converts; `from_block_mask` does so once.
+            with its `mask_mod`, which each call converts; `BlockPattern.from_block_mask` does so once.
         is_causal: a query sees only keys at or before its position. A causal pattern asks for it.
         scale, dropout_p, key_mask, return_lse, execution: as in `dilated_attention`.
 

@@ -33,7 +33,7 @@ class BlockConfiguration(Configuration):
 
 
 @st.composite
-def block_configurations(draw: st.DrawFn, max_n: int = 500) -> BlockConfiguration:
+def block_configurations(draw: st.DrawFn, max_n: int = 500, tiles: bool = False) -> BlockConfiguration:
     size = draw(st.sampled_from(BLOCK_SIZES))
     h_kv, group = draw(st.sampled_from([(a, g) for a in range(1, 13) for g in range(1, 13) if a * g <= 12]))
     b, h = draw(st.integers(1, 3)), h_kv * group
@@ -70,7 +70,7 @@ def block_configurations(draw: st.DrawFn, max_n: int = 500) -> BlockConfiguratio
     kind, ratio = draw(st.sampled_from(KINDS)), draw(RATIOS)
     if kind == "custom":
         layouts, causal = draw(st.sampled_from([1, h, b * h])), draw(st.booleans())
-        pattern = custom(call, size, ratio, layouts, draw(st.booleans()))
+        pattern = custom(call, size, ratio, layouts, tiles and draw(st.booleans()))
         pattern = pattern.causal() if call.is_causal and causal else pattern
         return BlockConfiguration(**asdict(call), pattern=pattern, config=None)
     config = SparsePatternConfig(
