@@ -194,6 +194,7 @@ def test_work_follows_the_kept_blocks() -> None:
         assert pattern.tiles is not None
         assert len(pattern.tiles) == 3  # the diagonal, and the two blocks that the edge of the window crosses
         plan = plan_blocks(pattern, Shape(1, n, 2, 2, 8), itemsize=4, workspace_bytes=2**20)
+        assert plan.num_defined_pairs == 2 * pattern.num_pairs
         scored.append((plan.num_pairs, pattern.num_pairs))
     assert scored[0][0] == 2 * (4 * 16 - 6) * 32 * 32
     assert scored[0][1] == 80 * 512 - 80 * 79 // 2

@@ -15,7 +15,7 @@ from ..checks import check_dense, check_flags, check_positive_int
 from ..core.tracing import uncompiled
 from . import flex, pattern_file, pictures
 from .pattern_file import raw_bytes
-from .tiles import keep_tiles
+from .tiles import count_seen, keep_tiles
 
 _SHADES = " ░▒▓█"
 
@@ -200,7 +200,7 @@ class BlockPattern:
         on_diagonal = self.is_causal & (row == column)
         pairs = torch.where(on_diagonal, q_len * (q_len + 1) // 2, q_len * k_len)
         if self.tiles is not None and self.tile_of is not None:
-            seen = self.tiles.cumsum(1).cumsum(2)[self.tile_of.clamp_min(0).long(), q_len - 1, k_len - 1]
+            seen = count_seen(self.tiles, self.tile_of, q_len, k_len)
             pairs = torch.where(self.tile_of < 0, pairs, seen)
         return int(pairs.sum())
 
@@ -298,9 +298,10 @@ class BlockPattern:
         pictures.draw_pattern(self, path, layout, pixels)
 
     def __repr__(self) -> str:
+        tiles = "" if self.tiles is None else f", tiles={len(self.tiles)}"
         return (
             f"BlockPattern(n={self.n}, block_size={self.block_size}, layouts={len(self)}, "
-            f"density={self.density:.4f}, is_causal={self.is_causal})"
+            f"density={self.density:.4f}, is_causal={self.is_causal}{tiles})"
         )
 
     def __str__(self) -> str:

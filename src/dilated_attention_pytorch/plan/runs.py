@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .pattern_file import raw_bytes
+from .tiles import count_seen
 
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
@@ -138,14 +139,15 @@ class Plan:
 
     @property
     def num_defined_pairs(self) -> int:
-        """Pairs of the definition: those that are scored, each as often as its key counts."""
+        """Pairs of the definition: those that are scored and seen, each as often as its key counts."""
         return self._pairs[1]
 
     @cached_property
     def _pairs(self) -> tuple[int, int]:
         jobs = dict(zip(COLUMN, self.jobs.cpu().T, strict=True))
         owner, number = numbered(jobs["num_runs"])
-        start, step, count, times = self.runs.cpu()[jobs["first_run"][owner] + number].T
+        run = jobs["first_run"][owner] + number
+        start, step, count, times = self.runs.cpu()[run].T
         first, stride, queries = (jobs[name][owner] for name in ("start", "step", "count"))
         # The i-th query of a causal job sees `seen + i * rise` keys of a run, or none, or all of them: query
         # rows are as far apart as some number of key rows.
@@ -157,8 +159,11 @@ class Plan:
         between = from_all - from_some
         cut = seen * between + rise * (between * (from_some + from_all - 1) // 2)
         pairs = torch.where(jobs["causal"][owner] > 0, cut + (queries - from_all) * count, queries * count)
-        pairs = pairs * jobs["heads"][owner]
-        return int(pairs.sum()), int((pairs * times).sum())
+        defined = pairs * times
+        if self.tiles is not None and self.run_tiles is not None:
+            tile = self.run_tiles.cpu()[run]
+            defined = torch.where(tile < 0, defined, count_seen(self.tiles.cpu(), tile, queries, count))
+        return int((pairs * jobs["heads"][owner]).sum()), int((defined * jobs["heads"][owner]).sum())
 
     @property
     def nbytes(self) -> int:
@@ -210,8 +215,8 @@ class Plan:
         pairs = f"{self.num_pairs} pairs scored, {self.num_defined_pairs} of the definition"
         lines = [f"{self.shape}: {len(self)} job(s), {len(self.runs)} run(s), {pairs}"]
         for job in map(Job._make, self.jobs[:_SHOWN].tolist()):
-            runs = self.runs[job.first_run : job.first_run + min(job.num_runs, _SHOWN)].tolist()
-            keys = ", ".join(_show_run(Run(*run)) for run in runs)
+            numbers = range(job.first_run, job.first_run + min(job.num_runs, _SHOWN))
+            keys = ", ".join(_show_run(Run(*self.runs[i].tolist())) + self._show_tile(i) for i in numbers)
             more = ", ..." if job.num_runs > _SHOWN else ""
             causal = " causal" if job.causal else ""
             phantom = f" +{job.phantom} phantom" if job.phantom else ""
@@ -222,6 +227,10 @@ class Plan:
         if len(self) > _SHOWN:
             lines.append(f"... and {len(self) - _SHOWN} more")
         return "\n".join(lines)
+
+    def _show_tile(self, run: int) -> str:
+        tile = -1 if self.run_tiles is None else int(self.run_tiles[run])
+        return "" if tile < 0 else f" tile {tile}"
 
 
 _SHOWN = 20

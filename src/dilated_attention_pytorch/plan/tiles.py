@@ -57,6 +57,17 @@ def unique_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return distinct.view(torch.bool).view(-1, *tiles.shape[1:]), index
 
 
+def count_seen(tiles: Tensor, which: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """(blocks,): the pairs seen in the first so many rows and columns of each block's tile, if it has one."""
+    cases, index = torch.unique(torch.stack([which, queries, keys], 1), dim=0, return_inverse=True)
+    place, found = torch.arange(tiles.shape[1], device=tiles.device), [cases.new_empty(0)]
+    for part in torch.split(cases, max(1, CHUNK // tiles[0].numel())):
+        tile, num_queries, num_keys = part.unbind(1)
+        inside = (place < num_queries[:, None])[:, :, None] & (place < num_keys[:, None])[:, None]
+        found.append((tiles[tile.clamp_min(0)] & inside).sum((1, 2)))
+    return torch.cat(found)[index]
+
+
 def keep_tiles(tiles: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     """Those of the tiles that some block has, each once; `which` follows."""
     is_tiled = which >= 0
