@@ -1,19 +1,19 @@
 """Compiles the Triton kernels for GPUs that are not here, and reads what they became.
 
 python benchmarks/triton_compile.py              writes the record, and its table into docs/gpu.md
-python benchmarks/triton_compile.py TARGET       one JSON line for each configuration of a target
-python benchmarks/triton_compile.py widths       the same for other head sizes
+python benchmarks/triton_compile.py TARGET       a JSON line for each configuration of a target, and for some
+                                                 with other options and head sizes
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ TARGETS: dict[tuning.Target, tuple[Any, ...]] = {  # backend, architecture, thre
     "gfx942": ("hip", "gfx942", 64),
 }
 FLOATS, INTEGERS = ("LSE", "DLSE", "DELTA", "MASK"), ("TILES", "JOBS", "RUNS", "KEYS", "VISITS")
+READER = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]  # what it reads depends on this file
 MULTIPLIES = re.compile(r"[HIQ]G?MMA|UTC\w*MMA|v_mfma")
 
 
@@ -68,19 +69,21 @@ def source(which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.B
 def compile_one(
     which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.Blocks, **given: Any
 ) -> dict[str, Any]:
-    """Registers, memory and instructions of a kernel."""
+    """Registers, memory and instructions of a kernel, kept beside it in Triton's cache: by content."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.cache import get_cache_manager
 
-    began = time.perf_counter()
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     compiled = triton.compile(
         source(which, target, dtype, d, blocks, **given), target=GPUTarget(*TARGETS[target]), options=options
     )
-    facts = _read_amd(compiled) if target == "gfx942" else _read_nvidia(compiled)
-    where = {"pass": which, "target": target, "dtype": dtype, "d": d, "blocks": list(blocks), **given}
-    seconds = round(time.perf_counter() - began, 1)
-    return {**where, "shared": compiled.metadata.shared, **facts, "seconds": seconds}
+    cache, name = get_cache_manager(compiled.hash), f"facts-{READER}.json"
+    if (file := cache.get_file(name)) is None:
+        facts = _read_amd(compiled) if target == "gfx942" else _read_nvidia(compiled)
+        file = cache.put(json.dumps({"shared": compiled.metadata.shared, **facts}), name, binary=False)
+    where = {"pass": which, "target": target, "dtype": dtype, "d": d, "blocks": list(blocks), "given": given}
+    return {**where, **json.loads(Path(file).read_text())}
 
 
 def _read_nvidia(compiled: Any) -> dict[str, Any]:
@@ -91,8 +94,10 @@ def _read_nvidia(compiled: Any) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, listing = (
-            subprocess.run([tools / tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+            subprocess.run(
+                [tools / tool, *flags, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, *flags in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
@@ -165,9 +170,34 @@ def shipped(target: str) -> Any:
             yield which, target, {2: "fp16", 4: "fp32"}[itemsize], d, blocks
 
 
-def other_widths() -> Any:
-    for d in (20, 40, 48, 72, 96):
-        yield "attend", "sm_80", "bf16", d, tuning.blocks_for("sm_80", "attend", 2, d)
+def others(target: str) -> Any:
+    """Options of the main configurations; and head sizes of which the last vector is not full."""
+    options = ((64, {"DROPS": True}), (128, {"MASKED": True}))
+    plain = {"CAUSAL": False, "CARRIES": False}
+    for which, dtype, d, given in (
+        *(("attend", "fp16", *x) for x in options),
+        *(("query_gradients", "fp16", *x) for x in options),
+        ("key_gradients", "fp16", *options[0]),  # whose loops know of no mask
+        ("attend", "bf16", 20, plain),
+        ("query_gradients", "bf16", 40, plain),
+        ("key_gradients", "bf16", 72, plain),
+    ):
+        yield (which, target, dtype, d, tuning.blocks_for(target, which, 2, d)), given
+
+
+def loaded(
+    which: tuning.Pass, target: str, dtype: str, d: int, blocks: tuning.Blocks | list[int]
+) -> tuple[int, int]:
+    """Bits of the loads in a loop, of keys and values or of queries and gradients, and how many there are.
+
+    A vector holds no more than rows are aligned to, and no more than the share of a thread in a tile.
+    """
+    queries, keys, warps, _ = blocks
+    rows, threads = queries if which == "key_gradients" else keys, warps * TARGETS[target][2]
+    size = 4 if dtype == "fp32" else 2
+    shares = [rows * part // threads for part in tuning.head_parts(d, size) if part]
+    bits = min(128, 8 * size * math.gcd(16, d), 8 * size * min(shares))
+    return bits, 2 * sum(shares) * 8 * size // bits
 
 
 def write_record() -> None:
@@ -195,10 +225,8 @@ def render() -> str:
     )
     rows = [head, ("---", "---", "---", "---:", "---", "---:", "---:", "---:")]
     for x in json.loads(RECORD.read_text())["compiled"]:
-        queries, keys, warps, stages = x["blocks"]
-        blocks = f"{queries} x {keys}, {warps}, {stages}"
         memory = x["registers"], f"{x['stack']} B", f"{x['shared'] / 1024:.0f} KiB"
-        rows.append((x["target"], x["dtype"], f"`{x['pass']}`", x["d"], blocks, *memory))
+        rows.append((x["target"], x["dtype"], f"`{x['pass']}`", x["d"], tuning.Blocks(*x["blocks"]), *memory))
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows).replace("\t", ", ")
 
 
@@ -206,5 +234,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         write_record()
     for target in sys.argv[1:]:
-        for given in other_widths() if target == "widths" else shipped(target):
-            print(json.dumps(compile_one(*given)), flush=True)
+        for what, given in (*((x, {}) for x in shipped(target)), *others(target)):
+            print(json.dumps(compile_one(*what, **given)), flush=True)

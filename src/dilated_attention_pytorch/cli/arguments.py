@@ -5,7 +5,7 @@ A function a command; its docstring is the description in the help.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,26 @@ def gpu_check(parser: ArgumentParser) -> None:
     add("--device", default="cuda", help="(default: cuda)")
     add("--quick", action="store_true", help="a few of the checks, and the shortest length")
     add("--out", type=Path, default=report, metavar="FILE", help=f"the report (default: {report})")
+
+
+def autotune(parser: ArgumentParser) -> None:
+    """Times blocks of the Triton kernel on this GPU around those that are shipped, and stores the best.
+
+    Each candidate must give the answer of the shipped blocks before it is timed; one that cannot run is
+    named and left out. Later calls on a GPU of this name use what is stored, as long as neither Triton nor
+    the kernel changes: in DILATED_ATTENTION_TUNING if that is set, else in the user's cache. Ctrl-C keeps
+    what was found until then. With TRITON_INTERPRET=1 it rehearses on the CPU.
+
+        dilated-attention autotune
+        dilated-attention autotune --dtypes bfloat16 --head-dims 64,128 --quick
+    """
+    add = parser.add_argument
+    add("--device", default="cuda", help="(default: cuda)")
+    dtypes = "of float16, bfloat16 and float32 (default: all)"
+    add("--dtypes", "--dtype", type=_dtype_list, metavar="NAME,...", help=dtypes)
+    head_dims = "head sizes (default: 32,64,80,96,128)"
+    add("--head-dims", "--head-dim", type=int_list, metavar="D,...", help=head_dims)
+    add("--quick", action="store_true", help="the nearest candidates only")
 
 
 def show(parser: ArgumentParser) -> None:
@@ -170,6 +190,13 @@ def slide(parser: ArgumentParser) -> None:
     raw = "probabilities as they are; by default over those of a slide of equal tiles, which show the pattern"
     add("--raw", action="store_true", help=raw)
     add("--skip-existing", action="store_true", help="leave out slides whose embedding is there")
+
+
+def _dtype_list(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in DTYPES[:3]]:
+        raise ArgumentTypeError(f"dtypes are of {', '.join(DTYPES[:3])}, got {unknown[0]!r}")
+    return names
 
 
 def _add_branches(parser: ArgumentParser, segments: str, rates: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from .. import __version__, block_sparse, functional
 from ..core import get_global_memory_pool, get_global_pattern_cache
 from ..core.host_memory import device_memory, host_memory, numa_nodes
-from ..kernels import Request, choose_kernel, kernels_for
+from ..kernels import TRITON, Request, choose_kernel, kernels_for, triton
+from ..kernels.triton import tuned
+from ..kernels.triton.tuning import Blocks
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..spec import Execution, SparsePatternConfig
 from .bench import gate
@@ -39,6 +42,7 @@ LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
 BRANCHES: dict[str, Any] = {"segment_lengths": (64, 128), "dilation_rates": (1, 4), "is_causal": True}
 Attend = Callable[..., Any]
 CPU = torch.device("cpu")
+BLOCK_HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -76,6 +80,7 @@ def collect_facts() -> dict[str, Any]:
         "devices": [_gpu(device) for device in _devices()[1:]],
         "distributed": _distributed(),
         "kernels": list(_kernels()),
+        "blocks": list(_blocks()),
     }
 
 
@@ -140,9 +145,21 @@ def _kernels() -> Iterator[dict[str, Any]]:
     """For each device, dtype and kernel: whether it is the one that "auto" takes, else why it cannot run."""
     for device, dtype, request in _requests():
         chosen = choose_kernel(request).name
-        for kernel in kernels_for(request.device):
+        # Triton's interpreter takes CPU tensors when it is named.
+        more = (TRITON,) if request.device == CPU and triton.interprets() else ()
+        for kernel in (*kernels_for(request.device), *more):
             entry = {"device": device, "dtype": dtype, "kernel": kernel.name}
             yield {**entry, "chosen": kernel.name == chosen, "why_not": kernel.why_not(request)}
+
+
+def _blocks() -> Iterator[dict[str, Any]]:
+    """The blocks of the triton kernel where it can run: by device, dtype, pass and head size."""
+    for device, dtype, request in _requests():
+        for which, d in product(tuned.PASSES, BLOCK_HEAD_DIMS):
+            if triton.why_not(request._replace(head_dim=d)) is None:
+                blocks, is_tuned = triton.blocks_of(request.device, which, request.dtype, d)
+                entry = {"device": device, "dtype": dtype, "pass": which, "head_dim": d}
+                yield {**entry, "blocks": list(blocks), "tuned": is_tuned}
 
 
 def run_all_checks() -> Iterator[Check]:
@@ -209,6 +226,7 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Iterable[str]]:
         "GPUs": _pairs(gpus) if gpus else [f"none: {_why_no_gpu()}"],
         "torch.distributed": [backends or "no backend: rings of several processes cannot run"],
         "kernels": _describe_kernels(facts["kernels"]),
+        **_describe_blocks(facts["blocks"]),
     }
 
 
@@ -245,6 +263,21 @@ def _describe_kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         word = "taken by auto" if entry["chosen"] else word
         told.setdefault((entry["kernel"], entry["device"], word), []).append(entry["dtype"])
     return (f"{kernel:<16} {device}, {' '.join(x)}: {word}" for (kernel, device, word), x in told.items())
+
+
+def _describe_blocks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Iterable[str]]:
+    """Blocks by head size, where the triton kernel can run: one line for all dtypes that have the same."""
+    by_size: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for entry in entries:
+        word = f"{Blocks(*entry['blocks'])} {'tuned here' if entry['tuned'] else 'shipped'}"
+        sizes = by_size.setdefault((entry["pass"], entry["device"], entry["dtype"]), {})
+        sizes.setdefault(word, []).append(str(entry["head_dim"]))
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for (which, device, dtype), sizes in by_size.items():
+        line = "; ".join(f"{' '.join(d)}: {word}" for word, d in sizes.items())
+        told.setdefault((which, device, line), []).append(dtype)
+    lines = [f"{which:<16} {device}, {' '.join(x)}: {line}" for (which, device, line), x in told.items()]
+    return {"blocks of triton, by head size (queries x keys, warps, stages)": lines} if lines else {}
 
 
 def _print_section(title: str, lines: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": "check, measure and train on this machine, and write a report of it",
     "doctor": "what is installed, what can run here, and a check against the definition",
     "gpu-check": "check, repeat and time the kernels of a GPU, and write a report of it",
+    "autotune": "time blocks of the Triton kernel on this GPU, and store the best",
     "show": "draw what attends to what, with coverage and receptive field",
     "plan": "propose settings for a length, with memory, FLOPs, reasons and code",
     "bench": "compare modules by name, measure time, memory and limits",

@@ -130,12 +130,15 @@ def _keep(dropout: Dropout, probs: Tensor, units: slice, rows: slice) -> Tensor:
     """A 0-or-1/(1-p) factor of each probability (units, group, rows, keys)."""
     row_ids = dropout.rows.reshape(-1, probs.shape[1], dropout.rows.shape[-1])[units, :, rows]
     key_ids = dropout.keys.flatten(0, 1)[units]
-    bits = _mix(row_ids + dropout.seed).unsqueeze(-1) + _mix(~key_ids)[:, None, None]
-    bits = (bits ^ _shift(bits, 31)).mul_(_FACTORS[0])
-    kept = _shift(bits, 33) >= int(dropout.p * 2**31)
+    of_rows, of_keys = _shift(_mix(row_ids + dropout.seed), 32) | 1, _mix_keys(key_ids) | 1
+    # The upper bits of a product of odd numbers depend on all bits of both: one multiplication a pair.
+    bits = (of_rows.unsqueeze(-1) * of_keys[:, None, None]).bitwise_and_(_WORD)
+    kept = bits >= 2 * int(dropout.p * 2**31)
     return kept.to(probs.dtype) * (1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0)
 
 
+_WORD = 2**32 - 1
+_KEY_FACTORS = (0x7FEB352D, 0x846CA68B)  # of lowbias32
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of SplitMix64, as signed integers
 
 
@@ -144,6 +147,14 @@ def _mix(x: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         x = (x ^ _shift(x, shift)) * factor
     return x ^ _shift(x, 31)
+
+
+def _mix_keys(x: Tensor) -> Tensor:
+    """In 32 bits, as many as GPUs multiply at once: their kernel does this for every tile."""
+    x = x & _WORD
+    for shift, factor in zip((16, 15), _KEY_FACTORS, strict=True):
+        x = (x ^ (x >> shift)) * factor & _WORD
+    return x ^ (x >> 16)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

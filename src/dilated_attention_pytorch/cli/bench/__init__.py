@@ -140,13 +140,15 @@ def _measure(options: argparse.Namespace) -> Record:
 
     from .cases import run_case
     from .limit import run_limit
-    from .measure import machine_facts, project_facts
+    from .measure import kernel_facts, machine_facts, project_facts
     from .record import Record, to_json, write_text
 
     cases = _limit_cases(options) if options.limit is not None else _compare_cases(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    record = Record(project_facts(), machine_facts(), ())
+    config = cases[0].config
+    kernel = kernel_facts(torch.device("cpu"), getattr(torch, config.dtype), config.d)
+    record = Record(project_facts(), {**machine_facts(), "kernel": kernel}, ())
     load, cores = record.machine["load"], record.machine["cores"]
     if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
         _say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from ...core.host_memory import host_memory, is_out_of_memory
+from ...kernels import Request, choose_kernel, triton
+from ...kernels.triton import tuned
 
 PACKAGE = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")
@@ -199,6 +201,16 @@ def machine_facts() -> dict[str, str | int | float | None]:
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def kernel_facts(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The kernel that "auto" takes; of triton the queries x keys, warps and stages of each pass as well."""
+    name = choose_kernel(Request(device, dtype, head_dim=head_dim)).name
+    if name != "triton":
+        return name
+    found = {which: triton.blocks_of(device, which, dtype, head_dim) for which in tuned.PASSES}
+    words = [f"{which} {x.blocks} {'tuned here' if x.is_tuned else 'shipped'}" for which, x in found.items()]
+    return f"{name} ({'; '.join(words)})"
 
 
 def _or_none(read: Callable[[], float]) -> float | None:

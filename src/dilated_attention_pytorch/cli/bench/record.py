@@ -221,12 +221,13 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
     rounds = f", {' or '.join(map(str, repeats))} {word}" if repeats else ""
     has_spread = any(sections[result.case["kind"]].has_spread for result in timed)
     legend = " Times: minimum (median ± half the quartile distance)." if has_spread else ""
+    kernel = f", kernel {machine['kernel']}" if machine.get("kernel") else ""
     load = machine.get("load")
     busy = "" if load is None else f", load average {load} before the run"
     return (
         f"Version {project.get('version') or 'unknown'}{commit}{changed}; "
         f"{' and '.join(sorted(dtypes, reverse=True))} on "
-        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads; "
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads{kernel}; "
         f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
     )
 

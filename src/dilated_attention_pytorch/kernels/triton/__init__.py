@@ -20,7 +20,8 @@ from .. import cuda
 from ..contract import Inputs, Merged, Request
 from ..stock import mix_seed
 from .tables import KeyTables, Launch, extent, key_tables, query_tables
-from .tuning import Blocks, Pass, Target, blocks_for, head_parts, most_features, precision
+from .tuned import Choice, choose_blocks
+from .tuning import Blocks, Pass, Target, head_parts, most_features, precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
@@ -56,6 +57,11 @@ def why_not(request: Request) -> str | None:
     if request.head_dim > most:
         return f"it takes heads of up to {most} features in {request.dtype}, and got {request.head_dim}"
     return None
+
+
+def blocks_of(device: torch.device, which: Pass, dtype: torch.dtype, d: int) -> Choice:
+    """The blocks of a pass on a device, where runs are long enough to fill them."""
+    return choose_blocks(device, _target(device), which, dtype, d)
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -169,7 +175,7 @@ class Call:
 
     def _blocks(self, which: Pass) -> Blocks:
         """A tuned configuration, in which no block is longer than the longest run."""
-        blocks = blocks_for(self.target, which, self.q.element_size(), self.q.shape[-1])
+        blocks = blocks_of(self.q.device, which, self.q.dtype, self.q.shape[-1]).blocks
         queries, keys = (
             max(16, min(x, 1 << (most - 1).bit_length()))
             for x, most in zip(blocks, extent(self.plan)[:2], strict=False)

@@ -16,7 +16,7 @@ from .pieces import (
     hash_rows,
     is_kept,
     load_rows,
-    look_at,
+    open_run,
     place_rows,
     row_at,
     row_step,
@@ -64,8 +64,9 @@ def _fold(
         total = total * alpha + tl.sum(p, 1)
         top = new_top
         if DROPS:
-            bits = row_hash[:, None] + hash_keys(key_start + (j + keys) * step)[None, :]
-            p = tl.where(is_kept(bits, threshold), p * gain, 0.0)
+            key_hash = hash_keys(key_start + j * step + keys * step)
+            kept = is_kept(row_hash[:, None], key_hash[None, :], threshold)
+            p = tl.where(kept, p * gain, 0.0)
         v0 = load_rows(v_at, v_step, keys, inside, 0, P0, D, CHECK, WIDE)
         acc0 = acc0 * alpha[:, None]
         p = p.to(v0.dtype)
@@ -118,7 +119,8 @@ def _fold_singly(
         total = total * alpha + p
         top = new_top
         if DROPS:
-            p = tl.where(is_kept(row_hash + hash_keys(key_start + j * step), threshold), p * gain, 0.0)
+            kept = is_kept(row_hash, hash_keys(key_start + j * step), threshold)
+            p = tl.where(kept, p * gain, 0.0)
         acc0 = acc0 * alpha[:, None] + tl.where(seen[:, None], p[:, None] * v[None, :], 0.0)
         if P1 > 0:
             v = tl.load(v_base + j * v_step + columns1, mask=columns1 < D, other=0.0).to(tl.float32)
@@ -178,15 +180,13 @@ def attend(
     kv = tl.cast(tl.load(job + KV), tl.int64)
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
-        start, key_step, count, weight, by_all, by_any, last = look_at(
-            run, job, position, step, num_rows, m, CAUSAL, BLOCK_M, BLOCK_N
+        (
+            start, key_step, count, weight, by_all, by_any, last, k_base, v_base, k_step, v_step, mask_base
+        ) = open_run(
+            run, job, position, step, num_rows, batch, kv, m, K, V, MASK, k_b, k_n, k_h, v_b, v_n, v_h,
+            mask_b, mask_h, CAUSAL, ALIGN, BLOCK_M, BLOCK_N
         )
         run += 4
-        k_base = row_at(K, batch, kv, start, k_b, k_n, k_h, ALIGN)
-        v_base = row_at(V, batch, kv, start, v_b, v_n, v_h, ALIGN)
-        k_step = row_step(key_step, k_n, ALIGN)
-        v_step = row_step(key_step, v_n, ALIGN)
-        mask_base = MASK + batch * mask_b + kv * mask_h + start
         even = by_any
         if CAUSAL:
             is_odd = _is_odd(v_base, v_step, by_all, by_any, 0, P0, D, BLOCK_N, WIDE)

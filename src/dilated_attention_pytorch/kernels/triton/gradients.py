@@ -22,7 +22,7 @@ from .pieces import (
     hash_rows,
     is_kept,
     load_rows,
-    look_at,
+    open_run,
     place_rows,
     row_at,
     row_step,
@@ -57,8 +57,9 @@ def _fold_dq(
             dp = tl.dot(g1, tl.trans(v1), dp, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - (lse2 - weight)[:, None])
         if DROPS:
-            bits = row_hash[:, None] + hash_keys(key_start + (j + keys) * step)[None, :]
-            dp = tl.where(is_kept(bits, threshold), dp * gain, 0.0)
+            key_hash = hash_keys(key_start + j * step + keys * step)
+            kept = is_kept(row_hash[:, None], key_hash[None, :], threshold)
+            dp = tl.where(kept, dp * gain, 0.0)
         ds = p * (dp - delta[:, None])
         if MASKED:
             is_open = tl.load(mask_base + (j + keys) * step, mask=inside, other=NEVER) == 0.0
@@ -120,15 +121,13 @@ def query_gradients(
     kv = tl.cast(tl.load(job + KV), tl.int64)
     run = RUNS + tl.load(job + FIRST_RUN) * 4
     for _ in tl.range(0, 1 if ONE_RUN else tl.load(job + NUM_RUNS)):
-        start, key_step, count, weight, by_all, by_any, last = look_at(
-            run, job, position, step, num_rows, m, CAUSAL, BLOCK_M, BLOCK_N
+        (
+            start, key_step, count, weight, by_all, by_any, last, k_base, v_base, k_step, v_step, mask_base
+        ) = open_run(
+            run, job, position, step, num_rows, batch, kv, m, K, V, MASK, k_b, k_n, k_h, v_b, v_n, v_h,
+            mask_b, mask_h, CAUSAL, ALIGN, BLOCK_M, BLOCK_N
         )
         run += 4
-        k_base = row_at(K, batch, kv, start, k_b, k_n, k_h, ALIGN)
-        v_base = row_at(V, batch, kv, start, v_b, v_n, v_h, ALIGN)
-        k_step = row_step(key_step, k_n, ALIGN)
-        v_step = row_step(key_step, v_n, ALIGN)
-        mask_base = MASK + batch * mask_b + kv * mask_h + start
         for CHECK in tl.static_range(2):
             dq0, dq1 = _fold_dq(
                 dq0, dq1, q0, q1, g0, g1, lse2, delta, k_base, v_base, mask_base, k_step, v_step, key_step,
@@ -190,7 +189,7 @@ def _fold_dkdv(
         used = p
         if DROPS:
             number = row_number + (at + rows) * tl.cast(step, tl.int64) * h
-            kept = is_kept(key_hash[:, None] + hash_rows(number, seed)[None, :], threshold)
+            kept = is_kept(hash_rows(number, seed)[None, :], key_hash[:, None], threshold)
             used = tl.where(kept, p * gain, 0.0)
             dp = tl.where(kept, dp * gain, 0.0)
         used = used.to(g0.dtype)

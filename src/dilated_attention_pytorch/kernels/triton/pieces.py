@@ -83,19 +83,22 @@ def _mix(x):
 
 @triton.jit
 def hash_rows(number, seed):
-    return _mix(tl.cast(number + tl.cast(seed, tl.int64), tl.uint64))
+    return tl.cast(_mix(tl.cast(number + tl.cast(seed, tl.int64), tl.uint64)) >> 32, tl.uint32) | 1
 
 
 @triton.jit
 def hash_keys(number):
-    return _mix(tl.cast(~tl.cast(number, tl.int64), tl.uint64))
+    """In 32 bits, as many as a GPU multiplies at once: every tile of keys is hashed again."""
+    x = tl.cast(number, tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return (x ^ (x >> 16)) | 1
 
 
 @triton.jit
-def is_kept(bits, threshold):
-    """Whether dropout keeps a pair of a row and a key whose hashes add up to `bits`, in all passes alike."""
-    bits = (bits ^ (bits >> 31)) * 0xBF58476D1CE4E5B9
-    return tl.cast(bits >> 33, tl.int64) >= tl.cast(threshold, tl.int64)
+def is_kept(row_hash, key_hash, threshold):
+    """Whether dropout keeps a pair of a row and a key, in all passes alike, and as the eager kernel does."""
+    return row_hash * key_hash >= tl.cast(threshold, tl.uint32) * 2
 
 
 @triton.jit
@@ -130,13 +133,14 @@ def place_rows(TILES, JOBS, first_tile):
 
 
 @triton.jit
-def look_at(
-    run, job, position, step, num_rows, m, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr
+def open_run(
+    run, job, position, step, num_rows, batch, kv, m, K, V, MASK, k_b, k_n, k_h, v_b, v_n, v_h, mask_b,
+    mask_h, CAUSAL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """A run of keys: start, step, count and log2 of its multiplicity; and what rows see of it.
+    """A run of keys, what rows see of it, and where its keys, values and mask begin.
 
-    That is how many keys all rows see, in whole tiles, how many any row sees, and the last one of each row.
+    First start, step, count and log2 of its multiplicity; then how many keys all rows see, in whole tiles,
+    how many any row sees, and the last one of each row.
     Runs of step 1 may be longer than the `m` keys that there are: a table then serves many numbers of keys.
     """
     start = tl.load(run)
@@ -152,4 +156,10 @@ def look_at(
             by_all = rows_before(position + 1, start, key_step, count)
             by_any = rows_before(final + 1, start, key_step, count)
             last = rows_before(position + tl.arange(0, BLOCK_M) * step + 1, start, key_step, count) - 1
-    return start, key_step, count, weight, by_all // BLOCK_N * BLOCK_N, by_any, last
+    k_base = row_at(K, batch, kv, start, k_b, k_n, k_h, ALIGN)
+    v_base = row_at(V, batch, kv, start, v_b, v_n, v_h, ALIGN)
+    k_step = row_step(key_step, k_n, ALIGN)
+    v_step = row_step(key_step, v_n, ALIGN)
+    by_all = by_all // BLOCK_N * BLOCK_N
+    mask_base = MASK + batch * mask_b + kv * mask_h + start
+    return start, key_step, count, weight, by_all, by_any, last, k_base, v_base, k_step, v_step, mask_base

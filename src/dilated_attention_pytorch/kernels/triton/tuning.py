@@ -16,9 +16,14 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
 
+    def __str__(self) -> str:
+        return f"{self.queries} x {self.keys}, {self.warps}, {self.stages}"
+
 
 # By the features of a head, up to which they hold. On GPUs for desktops, which are like sm_80, a program has
-# 99 KiB of shared memory. Heads of 80 features have a part of 16, which more warps would read in halves.
+# 99 KiB of shared memory. A thread loads no more than its share of a tile: heads of up to 48 or 80 features have
+# a part of 16, which is read in vectors of 128 bits by no more warps than 16 (gfx942: 32) rows go to each. Of
+# float32, three products of TF32 need both halves of a head of 256 features in registers: NVIDIA's have too few.
 TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     ("sm_80", "attend", 2): {
         64: Blocks(128, 64, 4, 2),
@@ -27,6 +32,7 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
         256: Blocks(64, 32, 8, 2),
     },
     ("sm_80", "query_gradients", 2): {
+        48: Blocks(128, 64, 4, 2),
         64: Blocks(128, 64, 8, 2),
         80: Blocks(64, 64, 4, 2),
         96: Blocks(128, 64, 8, 2),
@@ -35,6 +41,7 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     },
     ("sm_80", "key_gradients", 2): {
         64: Blocks(64, 64, 4, 2),
+        80: Blocks(32, 32, 2, 2),
         96: Blocks(32, 64, 4, 2),
         128: Blocks(64, 64, 8, 2),
         256: Blocks(32, 32, 4, 2),
@@ -48,13 +55,14 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
         256: Blocks(64, 64, 8, 2),
     },
     ("sm_90", "query_gradients", 2): {
-        64: Blocks(128, 64, 8, 2),
         80: Blocks(128, 128, 8, 2),
         128: Blocks(128, 64, 8, 2),
         256: Blocks(64, 64, 8, 2),
     },
     ("sm_90", "key_gradients", 2): {
+        48: Blocks(64, 64, 4, 2),
         64: Blocks(64, 128, 8, 2),
+        80: Blocks(64, 64, 4, 1),
         96: Blocks(64, 64, 8, 1),
         128: Blocks(64, 64, 8, 2),
         256: Blocks(32, 64, 8, 2),
@@ -63,30 +71,68 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     ("sm_90", "query_gradients", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
     ("sm_90", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
     ("sm_100", "attend", 2): {
-        64: Blocks(128, 64, 4, 2),
+        48: Blocks(128, 64, 4, 2),
+        64: Blocks(128, 64, 8, 2),
+        80: Blocks(128, 128, 8, 2),
         96: Blocks(128, 64, 8, 1),
         128: Blocks(128, 64, 8, 2),
         256: Blocks(64, 64, 8, 2),
     },
-    ("sm_100", "query_gradients", 2): {128: Blocks(128, 64, 8, 2), 256: Blocks(64, 64, 8, 1)},
+    ("sm_100", "query_gradients", 2): {
+        48: Blocks(128, 64, 4, 2),
+        64: Blocks(128, 64, 8, 2),
+        80: Blocks(128, 64, 4, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 64, 8, 1),
+    },
     ("sm_100", "key_gradients", 2): {
-        64: Blocks(64, 128, 8, 2),
-        128: Blocks(64, 128, 8, 1),
+        48: Blocks(64, 64, 4, 1),
+        64: Blocks(64, 128, 8, 1),
+        80: Blocks(64, 64, 4, 1),
+        128: Blocks(32, 128, 8, 1),
         256: Blocks(32, 64, 8, 1),
     },
     ("sm_100", "attend", 4): {64: Blocks(64, 64, 8, 2), 128: Blocks(16, 32, 4, 2)},
     ("sm_100", "query_gradients", 4): {64: Blocks(64, 32, 8, 2), 128: Blocks(16, 32, 4, 2)},
     ("sm_100", "key_gradients", 4): {64: Blocks(32, 64, 8, 2), 128: Blocks(16, 16, 4, 2)},
-    ("gfx942", "attend", 2): {128: Blocks(128, 64, 4, 2), 256: Blocks(64, 64, 4, 1)},
-    ("gfx942", "query_gradients", 2): {128: Blocks(128, 32, 4, 2), 256: Blocks(64, 32, 4, 1)},
+    ("gfx942", "attend", 2): {
+        48: Blocks(128, 128, 4, 2),
+        64: Blocks(128, 64, 4, 2),
+        80: Blocks(128, 128, 4, 1),
+        128: Blocks(128, 64, 4, 2),
+        256: Blocks(64, 64, 4, 1),
+    },
+    ("gfx942", "query_gradients", 2): {
+        48: Blocks(128, 128, 4, 1),
+        64: Blocks(128, 64, 4, 2),
+        80: Blocks(128, 128, 4, 1),
+        96: Blocks(128, 64, 4, 2),
+        128: Blocks(128, 32, 4, 2),
+        256: Blocks(64, 32, 4, 1),
+    },
     ("gfx942", "key_gradients", 2): {
+        48: Blocks(64, 64, 2, 1),
+        64: Blocks(64, 64, 4, 1),
+        80: Blocks(64, 64, 2, 1),
         96: Blocks(64, 64, 4, 1),
         128: Blocks(32, 64, 4, 1),
         256: Blocks(32, 32, 4, 1),
     },
-    ("gfx942", "attend", 4): {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 1)},
-    ("gfx942", "query_gradients", 4): {64: Blocks(128, 32, 4, 2), 128: Blocks(128, 32, 4, 1)},
-    ("gfx942", "key_gradients", 4): {64: Blocks(64, 64, 4, 1), 128: Blocks(16, 32, 4, 2)},
+    ("gfx942", "attend", 4): {
+        64: Blocks(64, 64, 4, 2),
+        128: Blocks(64, 64, 4, 1),
+        256: Blocks(32, 32, 4, 1),
+    },
+    ("gfx942", "query_gradients", 4): {
+        64: Blocks(128, 32, 4, 2),
+        128: Blocks(128, 32, 4, 1),
+        256: Blocks(32, 16, 4, 1),
+    },
+    ("gfx942", "key_gradients", 4): {
+        64: Blocks(64, 64, 4, 1),
+        128: Blocks(16, 32, 4, 2),
+        256: Blocks(16, 16, 4, 1),
+    },
 }
 
 
@@ -95,6 +141,28 @@ def blocks_for(target: Target, which: Pass, itemsize: int, d: int) -> Blocks:
         return Blocks(32, 32, 1, 1)
     row = TABLE[target, which, itemsize]
     return row[min(size for size in row if size >= d)]
+
+
+# What `autotune` tries beside a row: twice (1) or half (-1) the queries, keys, warps; stages more or fewer.
+STEPS = (
+    *((0, -1, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 0, 0, -1), (0, 0, 1, 0), (0, 0, -1, 0)),
+    *((1, 0, 0, 0), (-1, 0, 0, 0), (1, 0, 1, 0), (-1, 0, -1, 0), (0, 1, 1, 0), (0, -1, -1, 0)),
+    *((1, -1, 0, 0), (-1, 1, 0, 0), (0, -1, 0, 1), (0, -1, 0, 2), (1, -1, 1, 1), (-1, 0, 0, 1)),
+)
+
+
+def candidates(blocks: Blocks, which: Pass, itemsize: int, d: int, shared: int) -> list[Blocks]:
+    """The blocks and their neighbours whose tiles in flight fit so many bytes of shared memory."""
+    found = [blocks]
+    for *doublings, stages in STEPS:
+        queries, keys, warps = (int(x * 2.0**more) for x, more in zip(blocks[:3], doublings, strict=True))
+        near = Blocks(queries, keys, warps, blocks.stages + stages)
+        loaded = queries if which == "key_gradients" else keys
+        tiles = 2 * loaded * sum(head_parts(d, itemsize)) * itemsize * max(1, near.stages - 1)
+        is_possible = min(queries, keys) >= 16 and max(queries, keys) <= 256 and 1 <= warps <= 8
+        if is_possible and near.stages >= 1 and tiles <= shared:
+            found.append(near)
+    return found
 
 
 def most_features(target: Target, itemsize: int) -> int:
