@@ -35,8 +35,7 @@ from dilated_attention_pytorch.reference import (
     dilated_attention_reference,
     multiplicity,
 )
-from ring.calls import expect_shard, run_shard
-from ring.configurations import dilated as ring_call
+from ring.calls import check_kernel
 from support.ranks import run_ranks
 
 TRITON = Execution("triton")
@@ -301,19 +300,9 @@ def decoding(number: int) -> None:
     torch.testing.assert_close(torch.cat(found, 1).double(), want, atol=tolerance, rtol=tolerance)
 
 
-def check_shards(rank: int) -> None:
-    """Two ranks with this kernel against one process without it."""
-    torch.use_deterministic_algorithms(False)
-    sizes: dict[str, Any] = {"b": 2, "h": 4, "h_kv": 2, "d": 16, "dtype": torch.float32, "hidden": "some"}
-    branches = ((16, 1), (40, 2), (96, 3))
-    config = ring_call("triton", (23, 41), branches, **sizes, options={"is_causal": True})
-    got = run_shard(config, rank, kernel="triton")
-    for name, x, y in zip(NAMES, got, expect_shard(config, rank, got[0]), strict=True):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-
-
 def ring(_: int) -> None:
-    run_ranks(2, check_shards)
+    """Two ranks with this kernel against one process without it."""
+    run_ranks(2, check_kernel, "triton")
 
 
 CALLS = [

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.reference import multiplicity
 from dilated_attention_pytorch.ring import RingSchedule, plan_ring
 from support.executions import ring, ring_blocks
 
-from .configurations import Blocks, Dilated, Inputs
+from .configurations import Blocks, Dilated, Inputs, dilated
 
 PLANNED = ("is_causal", "head_mixing", "head_offsets")  # options that decide what travels
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -122,6 +122,16 @@ def expect_shard(config: Inputs, rank: int, out: Tensor) -> list[Tensor]:
 
 def _as_tensor(values: list[Any], config: Inputs) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(config.b, -1, config.h, config.d)
+
+
+def check_kernel(rank: int, kernel: str) -> None:
+    """Two ranks with a kernel against one process with the kernels that it takes by itself."""
+    torch.use_deterministic_algorithms(False)
+    sizes: dict[str, Any] = {"b": 2, "h": 4, "h_kv": 2, "d": 16, "dtype": torch.float32, "hidden": "some"}
+    config = dilated(kernel, (23, 41), ((16, 1), (40, 2), (96, 3)), **sizes, options={"is_causal": True})
+    got = run_shard(config, rank, kernel=kernel)
+    for name, x, y in zip(NAMES, got, expect_shard(config, rank, got[0]), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def dense_mask(config: Inputs) -> Tensor:
