@@ -172,12 +172,14 @@ def shipped(target: str) -> Any:
 
 def others(target: str) -> Any:
     """Options of the main configurations; and head sizes of which the last vector is not full."""
-    options = ((64, {"DROPS": True}), (128, {"MASKED": True}))
-    plain = {"CAUSAL": False, "CARRIES": False}
+    drops, masked, plain = {"DROPS": True}, {"MASKED": True}, {"CAUSAL": False, "CARRIES": False}
     for which, dtype, d, given in (
-        *(("attend", "fp16", *x) for x in options),
-        *(("query_gradients", "fp16", *x) for x in options),
-        ("key_gradients", "fp16", *options[0]),  # whose loops know of no mask
+        ("attend", "fp16", 64, drops),
+        ("attend", "fp16", 128, masked),
+        ("query_gradients", "fp16", 64, masked),
+        ("query_gradients", "fp16", 128, drops),
+        ("key_gradients", "fp16", 64, drops),  # whose loops know of no mask
+        ("key_gradients", "fp16", 128, drops),
         ("attend", "bf16", 20, plain),
         ("query_gradients", "bf16", 40, plain),
         ("key_gradients", "bf16", 72, plain),

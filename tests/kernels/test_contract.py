@@ -200,6 +200,20 @@ def test_dropout_repeats_its_mask_in_backward() -> None:
     assert not everything.any()
 
 
+def test_dropout_draws_for_each_row_and_each_key_alone() -> None:
+    """Rows, or keys, of 1,024 pairs correlate by 1/32 by chance, and no two of them by six times as much."""
+    rows, keys = 5 * torch.arange(1024), 4 * torch.arange(1024)
+    for p in (0.1, 0.5):
+        dropout = Dropout(p, 12345, rows[None, None], keys[None, None])
+        kept = eager._keep(dropout, torch.empty(1, 1, 1024, 1024), slice(0, 1), slice(0, 1024))[0, 0] > 0
+        drawn = (kept.double() - (1 - p)) / (p * (1 - p)) ** 0.5
+        assert abs(float(drawn.mean())) < 4 / 1024
+        for each in (drawn, drawn.T):
+            assert float(each.mean(1).abs().max()) < 6 / 32
+            correlation = (each @ each.T / 1024).fill_diagonal_(0.0)
+            assert float(correlation.abs().max()) < 6.5 / 32
+
+
 def test_dropout_follows_the_numbers_of_rows_and_keys() -> None:
     """A pair draws the same wherever it stands; other rows, keys and seeds draw anew."""
     q = torch.randn(1, 1, 40, 8, dtype=torch.float64)

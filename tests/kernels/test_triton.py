@@ -67,7 +67,7 @@ def test_every_configuration_compiles_without_local_memory_in_its_loops(target: 
 
 
 def check_loads(facts: dict[str, Any]) -> None:
-    """Rows are read in whole vectors: as many as a tile has, and none but these where nothing else is read."""
+    """Rows are read in whole vectors: as many as a tile has, and no others where nothing else is read."""
     bits, number = triton_compile.loaded(*(facts[x] for x in ("pass", "target", "dtype", "d", "blocks")))
     assert bits == (64 if facts["d"] == 20 else 128), facts
     names = ("LDGSTS.", "LDG.", "global_load", "buffer_load")

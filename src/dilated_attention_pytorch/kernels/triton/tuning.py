@@ -21,9 +21,9 @@ class Blocks(NamedTuple):
 
 
 # By the features of a head, up to which they hold. On GPUs for desktops, which are like sm_80, a program has
-# 99 KiB of shared memory. A thread loads no more than its share of a tile: heads of up to 48 or 80 features have
-# a part of 16, which is read in vectors of 128 bits by no more warps than 16 (gfx942: 32) rows go to each. Of
-# float32, three products of TF32 need both halves of a head of 256 features in registers: NVIDIA's have too few.
+# 99 KiB of shared memory. Heads of up to 48 and 80 features have a part of 16: its vectors have 128 bits if
+# a tile that is loaded has 16 rows (gfx942: 32) for each warp. Float32 above 128 features fits no registers
+# of NVIDIA's GPUs: for three products of TF32 every number is held in two halves.
 TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     ("sm_80", "attend", 2): {
         64: Blocks(128, 64, 4, 2),
@@ -87,9 +87,9 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     },
     ("sm_100", "key_gradients", 2): {
         48: Blocks(64, 64, 4, 1),
-        64: Blocks(64, 128, 8, 1),
+        64: Blocks(64, 64, 8, 2),
         80: Blocks(64, 64, 4, 1),
-        128: Blocks(32, 128, 8, 1),
+        128: Blocks(64, 64, 8, 1),
         256: Blocks(32, 64, 8, 1),
     },
     ("sm_100", "attend", 4): {64: Blocks(64, 64, 8, 2), 128: Blocks(16, 32, 4, 2)},
