@@ -61,7 +61,7 @@ def test_launches_use_what_is_stored() -> None:
         DilatedSpec((512,), (1,)), Shape(1, 512, 1, 1, 80), itemsize=2, workspace_bytes=UNBOUNDED
     )
     q, k, v = (torch.empty(1, 512, 1, 80, dtype=torch.bfloat16) for _ in range(3))
-    call = triton._Call(plan, Inputs(q, k, v, None, 1.0, 0.0, 0, Workspace()))
+    call = triton.Call(plan, Inputs(q, k, v, None, 1.0, 0.0, 0, Workspace()))
     assert call._blocks("attend") == BEST
     assert call._blocks("query_gradients") == tuning.blocks_for("interpreter", "query_gradients", 2, 80)
 
