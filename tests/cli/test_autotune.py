@@ -70,8 +70,7 @@ def rehearse(
         def make_call(_device: Any, which: Any, _dtype: str, _d: int) -> Callable[[], list[Tensor]]:
             return lambda: [torch.full((3,), answer(tuned._tried[which]))]
 
-        def time(runs: dict[str, Any], _rounds: int, clock: Any) -> dict[str, Timing]:
-            assert clock() <= clock()
+        def time(runs: dict[str, Any], _rounds: int) -> dict[str, Timing]:
             return {name: Timing((1.0 if name == str(SHIPPED) else ratio,)) for name in runs}
 
         monkeypatch.setattr(autotune, "_make_call", make_call)

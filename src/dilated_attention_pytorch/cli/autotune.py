@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from ..spec import Execution, branches_for
 from .bench import gate
 from .bench.measure import interleave
 from .bench.record import check_places, write_text
+from .gpu_check import attempt
 from .text import paint
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
@@ -98,13 +98,12 @@ def _tune(device: torch.device, which: Pass, dtype: str, d: int, quick: bool) ->
     """The fastest of the candidates whose answers are right; None if the shipped blocks cannot run."""
     itemsize = tuned.DTYPES[dtype]
     shipped = tuning.blocks_for(triton._target(device), which, itemsize, d)
-    tried = tuning.candidates(shipped, which, itemsize, d, _shared_memory(device))
+    tried = tuning.candidates(shipped, which, itemsize, d, tuned.shared_memory(device))
     tried = tried[: 2 if interprets() else QUICK_CANDIDATES if quick else None]
     runs = _right_ones(device, which, dtype, d, tried)
     if str(shipped) not in runs:
         return None
-    rounds = 1 if interprets() else ROUNDS
-    timings = interleave(runs, rounds, clock=lambda: _clock(device))
+    timings = interleave(runs, 1 if interprets() else ROUNDS)
     seconds = {blocks: timings[str(blocks)].median for blocks in tried if str(blocks) in runs}
     ranked = sorted(seconds, key=lambda blocks: seconds[blocks])
     for blocks in ranked:
@@ -119,33 +118,34 @@ def _right_ones(
     device: torch.device, which: Pass, dtype: str, d: int, tried: Sequence[Blocks]
 ) -> dict[str, Call]:
     """The candidates that run and whose answers equal those of the first, which are the shipped blocks."""
-    call: Call | None = None
+    call = attempt(partial(_make_call, device, which, dtype, d))
+    if isinstance(call, str):
+        print(f"  {call}", flush=True)
+        return {}
     expected: list[Tensor] | None = None
     right: dict[str, Call] = {}
     for blocks in tried:
-        try:
-            call = call or _make_call(device, which, dtype, d)
-            attempt = partial(_run, which, blocks, call)
-            found = attempt()
-            _synchronize(device)
-        except Exception as error:  # of the compiler or the driver: told, and the next ones are tried
-            print(f"  {blocks!s:<20} {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
-            if expected is None:
-                return {}
+        found = attempt(partial(_run, device, which, blocks, call))
+        if isinstance(found, str):
+            print(f"  {blocks!s:<20} {found}", flush=True)
+            if expected is None:  # there is nothing to compare the others with
+                break
             continue
         expected = expected or found
         off = max(gate.largest_error(*pair) for pair in zip(found, expected, strict=True))
         if off <= gate.TOLERANCES[dtype]:
-            right[str(blocks)] = attempt
+            right[str(blocks)] = partial(_run, device, which, blocks, call)
         else:
             most = f"more than {gate.TOLERANCES[dtype]:.0e}"
             print(f"  {blocks!s:<20} off by {off:.1e}, {most}: not timed", flush=True)
     return right
 
 
-def _run(which: Pass, blocks: Blocks, call: Call) -> list[Tensor]:
+def _run(device: torch.device, which: Pass, blocks: Blocks, call: Call) -> list[Tensor]:
     with tuned.trying(which, blocks):
-        return call()
+        found = call()
+    _synchronize(device)  # so that what fails on the GPU fails here
+    return found
 
 
 def _make_call(device: torch.device, which: Pass, dtype: str, d: int) -> Call:
@@ -165,21 +165,6 @@ def _make_call(device: torch.device, which: Pass, dtype: str, d: int) -> Call:
     return lambda: list(torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
-    if device.type == "cpu":
-        return 2**20
-    from triton.runtime import driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _clock(device: torch.device) -> float:
-    _synchronize(device)
-    return time.perf_counter()

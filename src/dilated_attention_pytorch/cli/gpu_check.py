@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ HEAD_DIMS = (64, 40, 128)
 QUICK = ("grouped-query heads",)
 TIMED_HEADS, TIMED_HEAD_DIM = 16, 64
 ROUNDS = 20
+_T = TypeVar("_T")
 
 
 def run(options: Namespace) -> int:
@@ -142,15 +143,22 @@ def _times(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
         shape = 1, n, TIMED_HEADS, TIMED_HEAD_DIM
         inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
         for name, attend in _candidates(n).items():
-            try:
-                entry: dict[str, Any] = {"n": n, "candidate": name, **_time(attend, inputs)}
-            except Exception as error:  # of another package, or no memory: told, and the next one is tried
-                entry = {"n": n, "candidate": name, "error": f"{type(error).__name__}: {error}"}
+            found = attempt(partial(_time, attend, inputs))
+            entry: dict[str, Any] = {"n": n, "candidate": name}
+            entry |= {"error": found} if isinstance(found, str) else found
             shown = entry.get("error") or ", ".join(
                 [*(show_seconds(entry[x]) for x in ("forward", "both")), show_bytes(entry["memory"])]
             )
             print(f"  {n:>7} {name:<24} {shown}", flush=True)
             yield entry
+
+
+def attempt(work: Callable[[], _T]) -> _T | str:
+    """What it gives, or what went wrong in a compiler, a driver or another package: the next one is tried."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _candidates(n: int) -> dict[str, Callable[..., Any]]:

@@ -68,6 +68,16 @@ def device_name(device: torch.device) -> str:
     return "interpreter" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type == "cpu":
+        return 2**20
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def tuning_file(name: str) -> Path | None:
     """Where results for a device are; for the interpreter only where the variable says so."""
     if given := os.environ.get(VARIABLE):
