@@ -69,7 +69,7 @@ TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
     },
     ("sm_90", "attend", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
     ("sm_90", "query_gradients", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_90", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
+    ("sm_90", "key_gradients", 4): {128: Blocks(16, 16, 4, 2)},
     ("sm_100", "attend", 2): {
         48: Blocks(128, 64, 4, 2),
         64: Blocks(128, 64, 8, 2),
