@@ -22,11 +22,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.cases import show_branches
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
-    machine_facts,
-    project_facts,
     read_status,
     reset_peak_memory,
 )
@@ -34,11 +33,13 @@ from dilated_attention_pytorch.cli.bench.record import (
     Figure,
     Record,
     Result,
+    Say,
     case_of,
     check_places,
+    measure_all,
     read_record,
+    say,
     show_value,
-    to_json,
     to_markdown,
     write_text,
 )
@@ -53,7 +54,6 @@ WARMUP_LENGTH = 1024
 ARENA_NUMEL = 2**25
 FORWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Config:
         return self.segment_lengths, self.dilation_rates
 
     def keys(self, n: int, t: int) -> gate.Keys:
-        return gate.dilated_keys(self.branches, self.is_causal, self.h, n, t)
+        return gate.dilated_keys(self.spec, self.h, n, t)
 
 
 QUICK_CONFIG = Config(4, 16, (32, 64, 128), (1, 2, 4))
@@ -211,11 +211,6 @@ def gather(
     return Measured(error, counts, seconds, why_not)
 
 
-def show_branches(config: dict[str, Any]) -> str:
-    pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=True)
-    return "branches " + ", ".join(f"({w}, {r})" for w, r in pairs)
-
-
 def show_config(config: dict[str, Any]) -> str:
     causal = ", causal" if config["is_causal"] else ""
     dtype = config.get("dtype", "float32")  # which older records leave out
@@ -291,21 +286,16 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
 def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> Record:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    record = Record(project_facts(), machine_facts(), ())  # before the measurement itself raises the load
-    for number, case in enumerate(cases, 1):
+
+    def run(case: Any, say_of_case: Say) -> Result:
         if options.repeats is not None and case.repeats > 1:
             case = dataclasses.replace(case, repeats=options.repeats)
-        result = suite.run(case, lambda text, n=number: say(f"[{n}/{len(cases)}] {text}"))
+        result: Result = suite.run(case, say_of_case)
         for figure in result.figures:
             say(f"    {figure.name}: {_sentence(figure, result.why_not)}")
-        record = Record(record.project, record.machine, (*record.results, result))
-        if options.out:
-            write_text(options.out, to_json(record))
-    return record
+        return result
 
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return measure_all(cases, run, options.out)
 
 
 def _sentence(figure: Figure, why_not: str | None) -> str:

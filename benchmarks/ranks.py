@@ -425,12 +425,12 @@ def describe_ranks(case: dict[str, Any]) -> str:
 def time_table(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
-        alone = result.milliseconds("alone")
+        alone = result.times("alone")
         pairs = zip(STRATEGIES, result.figures[::2], result.figures[1::2], strict=True)
         for strategy, minimum, median in pairs:
             ratios = [result.shown(minimum)[0], median.number, minimum.verdict]
             received = result.mebibytes(f"received {strategy}")
-            times = [alone, result.milliseconds(strategy)]
+            times = [alone, result.times(strategy)]
             rows.append([f"{result.name}, {strategy}", *times, *ratios, received])
     head = ["case and strategy", "one process, ms", "ranks, ms", "ratio of minima", "of medians", "target"]
     return Table([*head, "received by a rank, MiB"], rows)
@@ -451,13 +451,13 @@ def memory_table(results: Sequence[Result]) -> Table:
 def steps_table(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
-        peak, times = result.mebibytes("peak_extra base"), result.milliseconds("base")
+        peak, times = result.mebibytes("peak_extra base"), result.times("base")
         rows.append([f"{result.name}, base", peak, "", "", times, ""])
         pairs = zip(result.case["ring_sizes"], result.figures[::2], result.figures[1::2], strict=True)
         for size, memory, time in pairs:
             cells = [result.mebibytes(f"peak_extra {size}"), *result.shown(memory)]
             label = f"{result.name}, ring_size {size}"
-            rows.append([label, *cells, result.milliseconds(str(size)), time.number])
+            rows.append([label, *cells, result.times(str(size)), time.number])
     return Table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
 
 

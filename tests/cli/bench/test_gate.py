@@ -15,14 +15,15 @@ from torch import Tensor
 from dilated_attention_pytorch import block_sparse, functional
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.candidates import ENTRIES, Config
-from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate, run_candidate
+from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
+from dilated_attention_pytorch.spec import DilatedSpec
 from support.wrong_answers import WRONG, perturbed
 
 CONFIG = Config(4, 8, (16, 40, 64), (1, 2, 4), sparsity=0.5, block_size=8)
-BRANCHES = CONFIG.branches
+BRANCHES = CONFIG.segment_lengths, CONFIG.dilation_rates
 OWN = [name for name, entry in ENTRIES.items() if not entry.reason(True)]
 
 
@@ -74,7 +75,7 @@ DEFINITIONS: dict[str, Callable[[bool], tuple[Any, Any]]] = {
     **{
         f"dilated, rates {rates}": lambda is_causal, rates=rates: (
             partial(dilated_attention_reference, segment_lengths=BRANCHES[0], dilation_rates=rates),
-            partial(gate.dilated_keys, (BRANCHES[0], rates), is_causal, 4, 101),
+            partial(gate.dilated_keys, DilatedSpec(BRANCHES[0], rates, is_causal), 4, 101),
         )
         for rates in ((1, 2, 4), (2, 4, 8))  # of the latter some rows meet no key
     },
@@ -102,7 +103,7 @@ def test_rows_at_full_length_find_what_differs(name: str) -> None:
     config = replace(CONFIG, segment_lengths=(64, 256), dilation_rates=(1, 2))
     inputs, grad_out = gate.make_inputs((2, 512, 4, 8), backward=True, rows=rows)
     candidate = entry.make(config, 512)
-    results = run_candidate(candidate, inputs, grad_out)
+    results = candidate.run(inputs, grad_out)
     assert candidate.keys is not None
     keys = {t: candidate.keys(t) for t in rows}
 
