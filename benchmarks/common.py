@@ -39,7 +39,6 @@ from dilated_attention_pytorch.cli.bench.record import (
     measure_all,
     read_record,
     say,
-    show_value,
     to_markdown,
     write_text,
 )
@@ -292,16 +291,7 @@ def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> R
             case = dataclasses.replace(case, repeats=options.repeats)
         result: Result = suite.run(case, say_of_case)
         for figure in result.figures:
-            say(f"    {figure.name}: {_sentence(figure, result.why_not)}")
+            say(f"    {figure.name}: {', target '.join(filter(None, result.shown(figure)))}")
         return result
 
     return measure_all(cases, run, options.out)
-
-
-def _sentence(figure: Figure, why_not: str | None) -> str:
-    if figure.value is None:
-        return f"not measured, {why_not}"
-    if figure.target is None:
-        return figure.number
-    target = f"{'at least ' if figure.at_least else ''}{show_value(figure.target, figure.unit)}"
-    return f"{figure.number}, target {target} {'met' if figure.met else 'not met'}"

@@ -40,7 +40,7 @@ TIME = cpu.TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=True, repeats=
 SPARSE = sparse.SparseConfig(2, 8, 8, "dilated_sparse", 0.3, (16, 64), (1, 2))
 ENTRIES = (sparse.Entry("dilated_sparse", 0.3, 2.0), sparse.Entry("random", 0.2, 1.5))
 SPARSE_TIME = sparse.SparseTimeCase("tiny", SPARSE, 101, ENTRIES, bare_n=32, backward=True, repeats=3)
-RING = ranks.RingConfig(4, 8, (16, 40, 200), (1, 2, 4))
+RING = common.Config(4, 8, (16, 40, 200), (1, 2, 4))
 RANKS = ranks.RingTimeCase("tiny ranks", RING, 200, backward=True, target=1.15)
 
 

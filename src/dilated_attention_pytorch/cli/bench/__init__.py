@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import DTYPES
 from ..text import byte_count, int_list, positive_int, print_json
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ DENSE_LENGTH = 8192  # beyond it dense attention takes part in one round
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("names", nargs="*", metavar="name", help="candidates; --list shows them")
-    parser.add_argument("--repeats", type=positive_int, metavar="N", help="rounds of timing (default: 5)")
-    threads = "of each process (default: as torch chooses)"
-    parser.add_argument("--threads", type=positive_int, metavar="N", help=threads)
+    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+    add = parser.add_argument
+    add("names", nargs="*", metavar="name", help="candidates; --list shows them")
+    add("--repeats", help="rounds of timing (default: 5)", **number)
+    add("--threads", help="of each process (default: as torch chooses)", **number)
     add = parser.add_argument_group("instead of comparing").add_argument
     add("--list", action="store_true", help="list candidates, measure nothing")
     longest = (
@@ -72,8 +74,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     add("--batch", type=positive_int, metavar="B", help="sequences (default: 1)")
     add("--heads", type=positive_int, metavar="H", help="(default: 8)")
     add("--head-dim", type=positive_int, metavar="D", help="(default: 64)")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    add("--dtype", choices=dtypes, help="(default: float32; with --limit bfloat16)")
+    add("--dtype", choices=DTYPES, help="(default: float32; with --limit bfloat16)")
     add("--forward", action="store_true", help="the forward pass (default; with --limit both passes)")
     add("--training", action="store_true", help="forward and backward")
     add("--causal", action="store_true", help="no token sees a later one")
@@ -162,12 +163,11 @@ def _cases(options: argparse.Namespace) -> list[Any]:
     names = tuple(dict.fromkeys(options.names)) or ((LIMITED,) if is_limit else MAIN)
     _ = [entry_of(name) for name in names]
     asked = ((False, options.forward), (True, options.training))
-    passes = [backward for backward, is_asked in asked if is_asked] or [False, True][: 1 + is_limit]
-    config = make_config(
-        options, CONFIG if is_limit else Config(8, 64, *branches_for(max(lengths), ratio=RATIO))
-    )
-    b = options.batch or 1
+    passes = [backward for backward, is_asked in asked if is_asked]
+    base = CONFIG if is_limit else Config(8, 64, *branches_for(max(lengths), ratio=RATIO))
+    config, b = make_config(options, base), options.batch or 1
     if is_limit:
+        passes = passes or [False, True]
         more = {"b": b, "seconds": options.seconds}
         return [limit_case(config, name, options.limit, backward=x, **more) for name in names for x in passes]
     return [
@@ -176,7 +176,7 @@ def _cases(options: argparse.Namespace) -> list[Any]:
             dense_repeats=None if n <= DENSE_LENGTH else 1,
             repeats=options.repeats or Case.repeats,
         )
-        for backward in passes
+        for backward in passes or [False]
         for n in lengths
     ]
 
@@ -241,7 +241,10 @@ def _compare(options: argparse.Namespace) -> int:
     table = comparison_markdown(comparison)
     if options.markdown:
         write_text(options.markdown, table)
-    print_json(comparison) if options.json else print(table, end="")
+    if options.json:
+        print_json(comparison)
+    else:
+        print(table, end="")
     return DONE
 
 

@@ -148,23 +148,22 @@ def reduce_case(case: Case, is_windowed: bool) -> Case:
 
 def describe(case: dict[str, Any]) -> str:
     """The sizes of a case, compared or limited, in a few words. Its candidates stand in the table."""
-    config, budget = case["config"], case.get("budget")
-    blocks = f"blocks of {config['block_size']} with density {config['sparsity']:g}"
+    config, n, budget = case["config"], case.get("n"), case.get("budget")
     rounds, seconds = case.get("dense_repeats"), case.get("seconds")
-    words = {
-        f"b = {case['b']}": True,
-        f"n = {case.get('n')}": budget is None,
-        f"h = {config['h']}, d = {config['d']}, {config['dtype']}": True,
-        "causal": config["is_causal"],
-        show_branches(config): True,
-        blocks: budget is None,
-        f"memory {config['memory']}": config["memory"],
-        "no pattern cache": not config["use_pattern_cache"],
-        f"dense attention in {rounds} round{'' if rounds == 1 else 's'}": rounds is not None,
-        f"at most {seconds or 0:g} s of search": seconds is not None,
-    }
-    first = [] if budget is None else [f"{budget / 2**30:g} GiB"]
-    return ", ".join([*first, *(text for text, is_said in words.items() if is_said)])
+    words = (
+        (f"{(budget or 0) / 2**30:g} GiB", budget is not None),
+        (f"b = {case['b']}", True),
+        (f"n = {n}", n is not None),
+        (f"h = {config['h']}, d = {config['d']}, {config['dtype']}", True),
+        ("causal", config["is_causal"]),
+        (show_branches(config), True),
+        (f"blocks of {config['block_size']} with density {config['sparsity']:g}", n is not None),
+        (f"memory {config['memory']}", config["memory"] is not None),
+        ("no pattern cache", not config["use_pattern_cache"]),
+        (f"dense attention in {rounds} round{'' if rounds == 1 else 's'}", rounds is not None),
+        (f"at most {seconds or 0:g} s of search", seconds is not None),
+    )
+    return ", ".join(text for text, is_said in words if is_said)
 
 
 def show_branches(config: dict[str, Any]) -> str:
@@ -217,7 +216,7 @@ def _series(results: Sequence[Result]) -> tuple[list[Series], list[Series]]:
     times, peaks = [], []
     for name in dict.fromkeys(name for result in results for name in result.case["candidates"]):
         timed = [(result.case["n"], timing) for result in results if (timing := result.timing(name))]
-        held = [(r.case["n"], r.counts.get(f"peak_extra {name}", 0) / 2**20) for r in results]
+        held = [(x.case["n"], x.counts.get(f"peak_extra {name}", 0) / 2**20) for x in results]
         held = [(n, peak) for n, peak in held if peak > 0]
         spread = tuple((timing.minimum, max(timing)) for _, timing in timed)
         times += [Series(name, tuple((n, timing.median) for n, timing in timed), spread)] if timed else []

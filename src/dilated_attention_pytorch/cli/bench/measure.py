@@ -164,13 +164,13 @@ def measure_in_child(
 def start_process(threads: int, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
     """A new interpreter that calls `target`, with so many threads from its beginning."""
     process = get_context("spawn").Process(target=target, args=arguments)
-    before = dict(os.environ)
+    before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         process.start()
     finally:
         del os.environ["OMP_NUM_THREADS"]
-        os.environ |= before
+        os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
     return process
 
 
