@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,8 +90,7 @@ def attend(
 ) -> Any:
     """out and lse of the library under test: the one call that is checked and measured."""
     how = Execution(memory=memory, use_pattern_cache=use_pattern_cache)
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal)
-    return functional.dilated_attention(q, k, v, spec, return_lse=True, execution=how)
+    return functional.dilated_attention(q, k, v, config.spec, return_lse=True, execution=how)
 
 
 class Call(NamedTuple):
@@ -124,12 +124,8 @@ def reduced_error(config: Any, n: int, *, backward: bool) -> float:
     config = dataclasses.replace(config, segment_lengths=segment_lengths)
     n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
     inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), config.dtype, backward=backward)
-
-    def reference(*qkv: Tensor) -> Any:
-        branches = (config.segment_lengths, config.dilation_rates)
-        return dilated_attention_reference(*qkv, *branches, is_causal=config.is_causal, return_lse=True)
-
-    return max(gate.compare(lambda *qkv: attend(config, *qkv), reference, inputs, grad_out))
+    reference = partial(dilated_attention_reference, segment_lengths=config.spec, return_lse=True)
+    return max(gate.compare(partial(attend, config), reference, inputs, grad_out))
 
 
 class Arena:

@@ -281,17 +281,11 @@ def attend(
     config: Config, tensors: list[Tensor], backward: bool, strategy: str | None = None
 ) -> list[Tensor]:
     """out, and with `backward` the gradients of q, k and v; with a strategy, of this rank's shard."""
-    options: dict[str, Any] = {"is_causal": config.is_causal}
+    function: Any = dilated_attention
     if strategy is not None:
-        options["strategy"] = strategy
-    function = dilated_attention if strategy is None else ring_dilated_attention
-    bound = partial(_with_branches, function, config, options)
-    return gate.call(bound, tensors[:3], tensors[3] if backward else None)
-
-
-def _with_branches(function: Any, config: Config, options: dict[str, Any], *qkv: Tensor) -> Tensor:
-    out: Tensor = function(*qkv, *config.branches, **options)
-    return out
+        function = partial(ring_dilated_attention, strategy=strategy)
+    spec = config.spec
+    return gate.call(lambda *qkv: function(*qkv, spec), tensors[:3], tensors[3] if backward else None)
 
 
 def serve(connection: Connection, case: Any, rank: int, size: int, store: str) -> None:
