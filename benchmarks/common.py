@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch import functional
 from dilated_attention_pytorch.cli.bench import gate
+from dilated_attention_pytorch.cli.bench.cases import show_branches
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.cli.bench.measure import (
     Measured,
-    machine_facts,
-    project_facts,
     read_status,
     reset_peak_memory,
 )
@@ -34,11 +34,12 @@ from dilated_attention_pytorch.cli.bench.record import (
     Figure,
     Record,
     Result,
+    Say,
     case_of,
     check_places,
+    measure_all,
     read_record,
-    show_value,
-    to_json,
+    say,
     to_markdown,
     write_text,
 )
@@ -53,7 +54,6 @@ WARMUP_LENGTH = 1024
 ARENA_NUMEL = 2**25
 FORWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Config:
         return self.segment_lengths, self.dilation_rates
 
     def keys(self, n: int, t: int) -> gate.Keys:
-        return gate.dilated_keys(self.branches, self.is_causal, self.h, n, t)
+        return gate.dilated_keys(self.spec, self.h, n, t)
 
 
 QUICK_CONFIG = Config(4, 16, (32, 64, 128), (1, 2, 4))
@@ -90,8 +90,7 @@ def attend(
 ) -> Any:
     """out and lse of the library under test: the one call that is checked and measured."""
     how = Execution(memory=memory, use_pattern_cache=use_pattern_cache)
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal)
-    return functional.dilated_attention(q, k, v, spec, return_lse=True, execution=how)
+    return functional.dilated_attention(q, k, v, config.spec, return_lse=True, execution=how)
 
 
 class Call(NamedTuple):
@@ -125,12 +124,8 @@ def reduced_error(config: Any, n: int, *, backward: bool) -> float:
     config = dataclasses.replace(config, segment_lengths=segment_lengths)
     n = (n // factor + 36) | 1  # odd and past a boundary, so that no branch fits evenly
     inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), config.dtype, backward=backward)
-
-    def reference(*qkv: Tensor) -> Any:
-        branches = (config.segment_lengths, config.dilation_rates)
-        return dilated_attention_reference(*qkv, *branches, is_causal=config.is_causal, return_lse=True)
-
-    return max(gate.compare(lambda *qkv: attend(config, *qkv), reference, inputs, grad_out))
+    reference = partial(dilated_attention_reference, segment_lengths=config.spec, return_lse=True)
+    return max(gate.compare(partial(attend, config), reference, inputs, grad_out))
 
 
 class Arena:
@@ -211,11 +206,6 @@ def gather(
     return Measured(error, counts, seconds, why_not)
 
 
-def show_branches(config: dict[str, Any]) -> str:
-    pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=True)
-    return "branches " + ", ".join(f"({w}, {r})" for w, r in pairs)
-
-
 def show_config(config: dict[str, Any]) -> str:
     causal = ", causal" if config["is_causal"] else ""
     dtype = config.get("dtype", "float32")  # which older records leave out
@@ -291,27 +281,13 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
 def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> Record:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    record = Record(project_facts(), machine_facts(), ())  # before the measurement itself raises the load
-    for number, case in enumerate(cases, 1):
+
+    def run(case: Any, say_of_case: Say) -> Result:
         if options.repeats is not None and case.repeats > 1:
             case = dataclasses.replace(case, repeats=options.repeats)
-        result = suite.run(case, lambda text, n=number: say(f"[{n}/{len(cases)}] {text}"))
+        result: Result = suite.run(case, say_of_case)
         for figure in result.figures:
-            say(f"    {figure.name}: {_sentence(figure, result.why_not)}")
-        record = Record(record.project, record.machine, (*record.results, result))
-        if options.out:
-            write_text(options.out, to_json(record))
-    return record
+            say(f"    {figure.name}: {', target '.join(filter(None, result.shown(figure)))}")
+        return result
 
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _sentence(figure: Figure, why_not: str | None) -> str:
-    if figure.value is None:
-        return f"not measured, {why_not}"
-    if figure.target is None:
-        return figure.number
-    target = f"{'at least ' if figure.at_least else ''}{show_value(figure.target, figure.unit)}"
-    return f"{figure.number}, target {target} {'met' if figure.met else 'not met'}"
+    return measure_all(cases, run, options.out)

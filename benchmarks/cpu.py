@@ -262,7 +262,7 @@ def time_table(results: Sequence[Result]) -> Table:
     for result in results:
         minimum, median = result.figures
         speed = f"{result.counts['flops'] / min(result.seconds['dilated']) / 1e9:.0f}"
-        times = [result.milliseconds(name) for name in ("bare", "dilated")]
+        times = [result.times(name) for name in ("bare", "dilated")]
         rows.append([result.name, *times, speed, minimum.number, median.number, minimum.verdict])
     head = ["case", "bare, ms", "dilated, ms", "GFLOP/s of the definition", "ratio of minima", "of medians"]
     return Table([*head, "target"], rows)

@@ -140,7 +140,7 @@ def pool_table(results: Sequence[Result]) -> Table:
     for result in results:
         cells = [f"**{x.number}**" if x.met is False else x.number for x in result.figures]
         peak = result.mebibytes("peak_extra_fresh")
-        rows.append([result.name, result.milliseconds("fresh"), *cells[:4], peak, *cells[4:]])
+        rows.append([result.name, result.times("fresh"), *cells[:4], peak, *cells[4:]])
     head = ["case", "fresh, ms", "pool", "lightweight", "manager", "no plan cache"]
     return Table([*head, "fresh, extra MiB", "peak, pool", "peak, manager"], rows)
 

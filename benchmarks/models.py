@@ -290,7 +290,7 @@ def decode_table(results: Sequence[Result]) -> Table:
         late, alike, _ = result.figures
         figures = {"early": Figure("", 1.0 if result.seconds else None), "late": late, "alike": alike}
         for name, position in _positions(result.case).items():
-            cells = [result.milliseconds(name), *result.shown(figures[name])]
+            cells = [result.times(name), *result.shown(figures[name])]
             rows.append([f"{result.name} at {position:,}", *cells, result.mebibytes(f"cache {name}")])
     return Table(["case", "ms", "ratio of minima", "target", "cache, MiB"], rows)
 
@@ -301,7 +301,7 @@ def train_table(results: Sequence[Result]) -> Table:
         [
             f"{result.name}, {name}",
             *(result.mebibytes(f"{count} {name}") for count in counts),
-            result.milliseconds(f"step {name}"),
+            result.times(f"step {name}"),
         ]
         for result in results
         for name in ("plain", "checkpointed")

@@ -223,18 +223,20 @@ def describe_step(case: dict[str, Any]) -> str:
     return f"position {case['n']:,}, b = 1, {common.show_config(case['config'])}"
 
 
-def speed_table(results: Sequence[Result], in_microseconds: bool = False) -> Table:
-    rows, unit = [], "µs" if in_microseconds else "ms"
+def speed_table(results: Sequence[Result], unit: str = "ms") -> Table:
+    rows = []
     for result in results:
-        show = result.microseconds if in_microseconds else result.milliseconds
-        minimum, median = result.figures
-        rows.append([result.name, *map(show, result.seconds), minimum.number, median.number, minimum.verdict])
+        times, (minimum, median) = [result.times(name, unit) for name in result.seconds], result.figures
+        rows.append([result.name, *times, minimum.number, median.number, minimum.verdict])
     head = ["case", f"baseline, {unit}", f"this library, {unit}", "times as fast", "by medians", "target"]
     return Table(head, rows)
 
 
 def short_table(results: Sequence[Result]) -> Table:
-    rows = [[x.name, *map(x.microseconds, ("sdpa", "dilated")), x.figures[0].verdict] for x in results]
+    rows = []
+    for result in results:
+        times = [result.times(name, "µs") for name in ("sdpa", "dilated")]
+        rows.append([result.name, *times, result.figures[0].verdict])
     return Table(["case", "SDPA, µs", "this library, µs", "target"], rows)
 
 
@@ -243,9 +245,7 @@ def peak_table(results: Sequence[Result]) -> Table:
     for result in results:
         shown = [f"{rate / 1e9:.0f}" for rate in rates(result.counts, result.seconds)]
         pairs = result.counts["flops scored"] / result.counts["flops"]
-        rows.append(
-            [result.name, result.milliseconds("dilated"), f"{pairs:.3f}", *shown, result.figures[0].number]
-        )
+        rows.append([result.name, result.times("dilated"), f"{pairs:.3f}", *shown, result.figures[0].number])
     head = ["case", "ms", "pairs scored over defined", "GFLOP/s of the pairs scored"]
     return Table([*head, f"GFLOP/s of a product of {MATRIX} x {MATRIX}", "share"], rows)
 
@@ -260,7 +260,7 @@ SECTIONS = {
     "sparse time": sparse.SECTIONS["sparse time"],
     "step": Section(
         '**A decoding step**, against `kernel="stock"`',
-        partial(speed_table, in_microseconds=True),
+        partial(speed_table, unit="µs"),
         describe_step,
     ),
     "short": Section("**Short calls**: one call, beside SDPA's", short_table, cpu.describe_calls),

@@ -47,13 +47,6 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class RingConfig(Config):
-    """The same in any dtype."""
-
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True)
 class RingTimeCase:
     """Time of `num_ranks` ranks of one thread each over that of one process with as many threads.
 
@@ -61,7 +54,7 @@ class RingTimeCase:
     """
 
     name: str
-    config: RingConfig
+    config: Config
     n: int
     num_ranks: int = 2
     backward: bool = False
@@ -104,7 +97,7 @@ class RingMemoryCase:
     """
 
     name: str
-    config: RingConfig
+    config: Config
     n: int
     ranks: tuple[int, ...] = (1, 2, 4)
     backward: bool = False
@@ -148,7 +141,7 @@ class RingStepsCase:
     """
 
     name: str
-    config: RingConfig
+    config: Config
     n: int
     ring_sizes: tuple[int, ...] = (1, 2, 4, 8)
     backward: bool = False
@@ -193,14 +186,14 @@ def check(case: Any, say: Say) -> float:
     return gate.accept(case.name, error)
 
 
-def reduced(case: Any) -> tuple[RingConfig, int]:
+def reduced(case: Any) -> tuple[Config, int]:
     """A short copy of a case, with shards that are uneven and end within segments."""
     factor = max(1, case.n // REDUCED_LENGTH)
     segments = tuple(max(r, w // factor) for w, r in case.config.spec.branches)
     return replace(case.config, segment_lengths=segments), case.n // factor + REDUCED_EXTRA
 
 
-def check_ranks(case: Any, group: Group, config: RingConfig, n: int) -> float:
+def check_ranks(case: Any, group: Group, config: Config, n: int) -> float:
     """The largest error of any rank and strategy against one process."""
     errors = [group.ask("check", config=config, n=n, strategy=strategy) for strategy in STRATEGIES]
     return gate.accept(case.name, max(map(max, errors)), config.dtype)
@@ -223,7 +216,7 @@ class Rank:
         self.case, self.rank, self.size = case, rank, size
         self.tensors: list[Tensor] = []
 
-    def check(self, config: RingConfig, n: int, strategy: str) -> float:
+    def check(self, config: Config, n: int, strategy: str) -> float:
         """The error of this shard, out and gradients, against one process that has all tokens."""
         whole = make_tensors(config, n)
         own = slice(*shard_bounds(n))
@@ -233,7 +226,7 @@ class Rank:
         expected = attend(config, whole, self.case.backward)
         return max(gate.largest_error(x, y[:, own]) for x, y in zip(results, expected, strict=True))
 
-    def check_traffic(self, config: RingConfig, n: int, strategy: str) -> None:
+    def check_traffic(self, config: Config, n: int, strategy: str) -> None:
         """The bytes that were received must be those of the schedule."""
         schedule = plan_ring(
             *(*config.branches, n),
@@ -279,26 +272,20 @@ class Rank:
         return {"peak": counts["peak_extra"], "tensors": held, "received": ring_traffic().received_bytes}
 
 
-def make_tensors(config: RingConfig, n: int, count: int = 4, seed: int = 0) -> list[Tensor]:
+def make_tensors(config: Config, n: int, count: int = 4, seed: int = 0) -> list[Tensor]:
     """q, k, v and the gradient of out."""
     return gate.make_inputs((1, n, config.h, config.d), config.dtype, count=count, seed=seed)[0]
 
 
 def attend(
-    config: RingConfig, tensors: list[Tensor], backward: bool, strategy: str | None = None
+    config: Config, tensors: list[Tensor], backward: bool, strategy: str | None = None
 ) -> list[Tensor]:
     """out, and with `backward` the gradients of q, k and v; with a strategy, of this rank's shard."""
-    options: dict[str, Any] = {"is_causal": config.is_causal}
+    function: Any = dilated_attention
     if strategy is not None:
-        options["strategy"] = strategy
-    function = dilated_attention if strategy is None else ring_dilated_attention
-    bound = partial(_with_branches, function, config, options)
-    return gate.call(bound, tensors[:3], tensors[3] if backward else None)
-
-
-def _with_branches(function: Any, config: RingConfig, options: dict[str, Any], *qkv: Tensor) -> Tensor:
-    out: Tensor = function(*qkv, *config.branches, **options)
-    return out
+        function = partial(ring_dilated_attention, strategy=strategy)
+    spec = config.spec
+    return gate.call(lambda *qkv: function(*qkv, spec), tensors[:3], tensors[3] if backward else None)
 
 
 def serve(connection: Connection, case: Any, rank: int, size: int, store: str) -> None:
@@ -359,7 +346,7 @@ def start_group(case: Any, size: int, threads: int) -> Iterator[Group]:
                 connection.close()
 
 
-def make_module(config: RingConfig, variant: str) -> nn.Module:
+def make_module(config: Config, variant: str) -> nn.Module:
     """`DilatedAttention` for "base", or a ring of so many steps in this process."""
     if variant == "base":
         return DilatedAttention(*config.branches)
@@ -392,9 +379,9 @@ def time_modules(case: RingStepsCase) -> Measured:
 
 
 # The longest segments are longer than a shard, so that keys travel between all ranks.
-_SPEED = RingConfig(8, 64, (2048, 16384, 65536), (1, 4, 16))
-_LONG = RingConfig(8, 64, (2048, 16384, 262144), (1, 4, 64))
-_STEPS = RingConfig(8, 64, (2048, 4096, 8192), (1, 2, 4))
+_SPEED = Config(8, 64, (2048, 16384, 65536), (1, 4, 16))
+_LONG = Config(8, 64, (2048, 16384, 262144), (1, 4, 64))
+_STEPS = Config(8, 64, (2048, 4096, 8192), (1, 2, 4))
 _LONG_LOW, _STEPS_LOW = (replace(config, dtype="bfloat16") for config in (_LONG, _STEPS))
 _HELD = "ranks, memory of forward"
 CASES = (
@@ -407,7 +394,7 @@ CASES = (
     RingStepsCase("steps, forward in bfloat16", _STEPS_LOW, 65536, target=1.05),
     RingStepsCase("steps, forward + backward", _STEPS, 65536, backward=True, target=1.05, repeats=2),
 )
-_SMALL = RingConfig(4, 16, (32, 128, 1024), (1, 2, 4))
+_SMALL = Config(4, 16, (32, 128, 1024), (1, 2, 4))
 QUICK = (RingTimeCase("quick two ranks", _SMALL, 1024, backward=True, repeats=2),)
 
 
@@ -425,12 +412,12 @@ def describe_ranks(case: dict[str, Any]) -> str:
 def time_table(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
-        alone = result.milliseconds("alone")
+        alone = result.times("alone")
         pairs = zip(STRATEGIES, result.figures[::2], result.figures[1::2], strict=True)
         for strategy, minimum, median in pairs:
             ratios = [result.shown(minimum)[0], median.number, minimum.verdict]
             received = result.mebibytes(f"received {strategy}")
-            times = [alone, result.milliseconds(strategy)]
+            times = [alone, result.times(strategy)]
             rows.append([f"{result.name}, {strategy}", *times, *ratios, received])
     head = ["case and strategy", "one process, ms", "ranks, ms", "ratio of minima", "of medians", "target"]
     return Table([*head, "received by a rank, MiB"], rows)
@@ -451,13 +438,13 @@ def memory_table(results: Sequence[Result]) -> Table:
 def steps_table(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
-        peak, times = result.mebibytes("peak_extra base"), result.milliseconds("base")
+        peak, times = result.mebibytes("peak_extra base"), result.times("base")
         rows.append([f"{result.name}, base", peak, "", "", times, ""])
         pairs = zip(result.case["ring_sizes"], result.figures[::2], result.figures[1::2], strict=True)
         for size, memory, time in pairs:
             cells = [result.mebibytes(f"peak_extra {size}"), *result.shown(memory)]
             label = f"{result.name}, ring_size {size}"
-            rows.append([label, *cells, result.milliseconds(str(size)), time.number])
+            rows.append([label, *cells, result.times(str(size)), time.number])
     return Table(["case", "peak extra, MiB", "ratio", "target", "ms", "ratio of minima"], rows)
 
 

@@ -429,7 +429,7 @@ def time_table(results: Sequence[Result]) -> Table:
         rates = {name: flops[name] / min(values) / 1e9 for name, values in result.seconds.items()}
         for name in result.seconds:
             density = "" if name == "bare" else f"{flops[name] / flops['dense']:.4f}"
-            cells = [f"{result.name}, {name}", density, result.milliseconds(name), f"{rates[name]:.0f}"]
+            cells = [f"{result.name}, {name}", density, result.times(name), f"{rates[name]:.0f}"]
             share = f"{rates[name] / rates['bare']:.2f}"
             found = [figures[name].number, figures[name].verdict] if name in figures else ["", ""]
             rows.append([*cells, share, *found])

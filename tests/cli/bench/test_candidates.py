@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.cli.bench import cases as run
-from dilated_attention_pytorch.cli.bench.candidates import (
-    ENTRIES,
-    Config,
-    entry_of,
-    remarks,
-    window_mask,
-)
+from dilated_attention_pytorch.cli.bench.candidates import ENTRIES, Config, entry_of, remarks, window_mask
 from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate, run_case, speed_ups
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.cli.bench.measure import Measured
@@ -52,18 +46,11 @@ def test_every_attention_of_the_package_is_a_candidate() -> None:
     assert {name for name in public if not name.startswith(("create_", "choose_"))} <= set(ENTRIES)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (False, False, True)),
-        ({"memory": "fresh"}, (False, False, True)),
-        ({"memory": "pool"}, (True, False, True)),
-        ({"memory": "lightweight"}, (True, True, True)),
-        ({"use_pattern_cache": False}, (False, False, False)),
-    ],
-)
-def test_options_reach_the_modules(changes: dict[str, Any], expected: tuple[bool, ...]) -> None:
-    config = replace(CONFIG, **changes)
+@pytest.mark.parametrize("memory", [None, "fresh", "pool", "lightweight"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_options_reach_the_modules(memory: str | None, cached: bool) -> None:
+    config = replace(CONFIG, memory=memory, use_pattern_cache=cached)
+    expected = (memory in ("pool", "lightweight"), memory == "lightweight", cached)
     for name in ("DilatedAttention", "BlockSparseRingDilatedAttention", "MultiheadDilatedAttention"):
         module: Any = entry_of(name).make(config, 256).module
         attention = module.attention if entry_of(name).projects else module
@@ -71,7 +58,7 @@ def test_options_reach_the_modules(changes: dict[str, Any], expected: tuple[bool
         assert options == expected
         assert attention.spec.branches == CONFIG.spec.branches
     buffered: Any = entry_of("ImprovedDilatedAttentionV2").make(config, 256)
-    assert (buffered.module.buffer_manager is None) == (config.memory == "fresh")
+    assert (buffered.module.buffer_manager is None) == (memory == "fresh")
 
 
 @pytest.mark.parametrize(
@@ -81,11 +68,7 @@ def test_options_reach_the_modules(changes: dict[str, Any], expected: tuple[bool
         ("sdpa", {"memory": "pool"}, "dense; it has no pool and no pattern cache"),
         ("sdpa", {"use_pattern_cache": False}, "dense; it has no pool and no pattern cache"),
         ("DilatedAttention", {"memory": "pool"}, "dilated"),
-        (
-            "RingDilatedAttentionProduction",
-            {"memory": "fresh"},
-            "dilated; its memory is always pooled",
-        ),
+        ("RingDilatedAttentionProduction", {"memory": "fresh"}, "dilated; its memory is always pooled"),
         ("MultiheadDilatedAttention", {"use_pattern_cache": False}, "dilated, with projections"),
     ],
 )
@@ -146,7 +129,7 @@ def test_candidates_that_cannot_run_are_named_with_the_reason(monkeypatch: pytes
     assert "| tiny, flex_attention |  |  |  |  | cannot run: FlexAttention has no backward pass" in table
     assert "| tiny, torchscale |  |  |  |  | cannot run: the package torchscale is not installed |" in table
     assert "| 3.0 | dense; it has no pool and no pattern cache |" in table
-    assert "density 0.5, memory pool" in table
+    assert "blocks of 32 with density 0.5, memory pool" in table
     monkeypatch.setattr(run, "measure_in_child", lambda *_, **__: Measured(0.1, {"peak_extra": 1}))
     with pytest.raises(WrongAnswerError, match="tiny, sdpa"):
         run_case(case_with("sdpa"), lambda _: None)
@@ -194,16 +177,13 @@ def test_comparison_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["results"]
 
 
-SMALL = ["--lengths", "256", "--heads", "2", "--head-dim", "8"]
-
-
 def test_a_wrong_candidate_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = AttentionModule.forward
     monkeypatch.setattr(AttentionModule, "forward", lambda *a, **k: right(*a, **k) + 1e-3)
     out = tmp_path / "record.json"
-    assert main(["bench", "DilatedAttention", *SMALL, "--out", str(out)]) == 1
+    assert main(["bench", "DilatedAttention", "--lengths", "256", "--heads", "2", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert "wrong answer: forward at 256, DilatedAttention" in captured.err
     assert captured.out == ""
@@ -222,12 +202,9 @@ def test_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pyt
     assert [result.name for result in from_json(record.read_text()).results] == ["forward at 256"]
 
 
-def test_nothing_to_measure_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_candidates_are_listed_and_to_measure_none_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "torchscale", "--lengths", "256"]) == 1
     assert "torchscale is not installed" in capsys.readouterr().out
-
-
-def test_list_names_all_candidates_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in ENTRIES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,14 +14,15 @@ from torch import Tensor
 from dilated_attention_pytorch import block_sparse, functional
 from dilated_attention_pytorch.cli.bench import gate
 from dilated_attention_pytorch.cli.bench.candidates import ENTRIES, Config
-from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate, run_candidate
+from dilated_attention_pytorch.cli.bench.cases import Case, check_candidate
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.modules.attention import AttentionModule
 from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
+from dilated_attention_pytorch.spec import DilatedSpec
 from support.wrong_answers import WRONG, perturbed
 
 CONFIG = Config(4, 8, (16, 40, 64), (1, 2, 4), sparsity=0.5, block_size=8)
-BRANCHES = CONFIG.branches
+BRANCHES = CONFIG.segment_lengths, CONFIG.dilation_rates
 OWN = [name for name, entry in ENTRIES.items() if not entry.reason(True)]
 
 
@@ -43,9 +43,6 @@ def test_right_answers_pass_and_wrong_ones_do_not() -> None:
         error = max(gate.compare(wrong, reference, inputs, grad_out))
         with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
             gate.accept("tiny", error)
-
-
-def test_low_precision_is_held_to_its_own_tolerance() -> None:
     assert gate.accept("tiny", 2e-2, "bfloat16") == 2e-2
     with pytest.raises(WrongAnswerError, match="more than 3e-02"):
         gate.accept("tiny", 4e-2, "bfloat16")
@@ -69,29 +66,20 @@ def block_pattern(is_causal: bool) -> block_sparse.BlockPattern:
     )
 
 
-# A reference, and the keys of its rows, by what they are for.
-DEFINITIONS: dict[str, Callable[[bool], tuple[Any, Any]]] = {
-    **{
-        f"dilated, rates {rates}": lambda is_causal, rates=rates: (
-            partial(dilated_attention_reference, segment_lengths=BRANCHES[0], dilation_rates=rates),
-            partial(gate.dilated_keys, (BRANCHES[0], rates), is_causal, 4, 101),
-        )
-        for rates in ((1, 2, 4), (2, 4, 8))  # of the latter some rows meet no key
-    },
-    "blocks": lambda is_causal: (
-        partial(block_sparse_attention_reference, mask=block_pattern(is_causal).to_dense()),
-        partial(gate.block_keys, block_pattern(is_causal), 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("rates", [(1, 2, 4), (2, 4, 8), None])  # at the second some rows meet no key
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_agree_with_the_dense_reference(is_causal: bool, name: str) -> None:
+def test_rows_agree_with_the_dense_reference(is_causal: bool, rates: tuple[int, ...] | None) -> None:
     rows = [0, 1, 2, 3, 7, 8, 47, 48, 50, 100]
-    exact, keys = DEFINITIONS[name](is_causal)
+    if rates is None:
+        pattern = block_pattern(is_causal)
+        exact = partial(block_sparse_attention_reference, mask=pattern.to_dense(), is_causal=is_causal)
+        keys: Any = partial(gate.block_keys, pattern, 4)
+    else:
+        spec = DilatedSpec(BRANCHES[0], rates, is_causal)
+        exact = partial(dilated_attention_reference, segment_lengths=spec)
+        keys = partial(gate.dilated_keys, spec, 4, 101)
     inputs, grad_out = gate.make_inputs((2, 101, 4, 8), "float64", backward=True, rows=rows)
-    results = gate.call(partial(exact, is_causal=is_causal, return_lse=True), inputs, grad_out)
+    results = gate.call(partial(exact, return_lse=True), inputs, grad_out)
     met = {t: keys(t) for t in rows}
     assert gate.compare_rows(inputs, grad_out, results, met, has_lse=True) < 1e-12
 
@@ -102,16 +90,13 @@ def test_rows_at_full_length_find_what_differs(name: str) -> None:
     config = replace(CONFIG, segment_lengths=(64, 256), dilation_rates=(1, 2))
     inputs, grad_out = gate.make_inputs((2, 512, 4, 8), backward=True, rows=rows)
     candidate = entry.make(config, 512)
-    results = run_candidate(candidate, inputs, grad_out)
+    right = candidate.run(inputs, grad_out)
     assert candidate.keys is not None
     keys = {t: candidate.keys(t) for t in rows}
-
-    def error_of(results: list[Tensor]) -> float:
-        return gate.compare_rows(inputs, grad_out, results, keys)
-
-    assert error_of(results) < 2e-5
-    for which in range(len(results)):
-        wrong = [x.clone() for x in results]
+    error_of = partial(gate.compare_rows, inputs, grad_out, rows=keys)
+    assert error_of(right) < 2e-5
+    for which in range(len(right)):
+        wrong = [x.clone() for x in right]
         wrong[which][1, 63] += 1e-3
         assert error_of(wrong) > 1e-4, which
         for value in (1.0, math.nan):  # of a sequence without rows
@@ -129,12 +114,11 @@ def test_candidate_is_right(name: str, causal: bool) -> None:
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "lse"])  # modules return no lse
 @pytest.mark.parametrize("name", ["DilatedAttention", "BlockSparseDilatedAttention"])
 def test_gate_catches_a_wrong_candidate(wrong: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AttentionModule.forward
-
     def forward(self: AttentionModule, *args: Any, **options: Any) -> Tensor:
         out = right(self, *args, **options)
         return WRONG[wrong](out, out)[0]
 
+    right = AttentionModule.forward
     monkeypatch.setattr(AttentionModule, "forward", forward)
     with pytest.raises(WrongAnswerError, match=f"tiny, {name}: the result is off"):
         check_candidate(Case("tiny", CONFIG, 256, (name,), backward=True), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,8 @@ from dilated_attention_pytorch.cli.bench import limit
 from dilated_attention_pytorch.cli.bench.candidates import Config
 from dilated_attention_pytorch.cli.bench.cases import Case
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
-from dilated_attention_pytorch.cli.bench.limit import (
-    Run,
-    expected_seconds,
-    fit_line,
-    limit_case,
-    predict,
-    run_limit,
-)
-from dilated_attention_pytorch.cli.bench.measure import Measured, read_status
+from dilated_attention_pytorch.cli.bench.limit import Run, expected_seconds, limit_case, predict, run_limit
+from dilated_attention_pytorch.cli.bench.measure import Measured
 from dilated_attention_pytorch.cli.bench.record import Record, Result, from_json, to_markdown
 from dilated_attention_pytorch.cli.main import main
 
@@ -31,40 +25,38 @@ CASE = limit_case(TINY, budget=2**20)
 Search = Callable[..., tuple[Result, list[int]]]
 
 
-def table_of(result: Result) -> str:
-    return to_markdown(Record({}, {}, (result,)), {"limit": limit.SECTION})
-
-
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
-    """A search where processes take `base + slope n` bytes, more from `bend` on, and fail from `end` on."""
-
-    def found(
-        case: limit.LimitCase = CASE,
-        base: int = 100_000,
-        slope: int = 200,
-        bend: int = 2**60,
-        end: int = 2**60,
-        pace: float = 1e-6,
-        error: float | None = 1e-3,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> tuple[Result, list[int]]:
+    def found(case: limit.LimitCase = CASE, said: Any = None, **how: Any) -> tuple[Result, list[int]]:
         lengths: list[int] = []
-
-        def measure(_: Any, at: Case, *__: Any, **___: Any) -> Measured:
-            lengths.append(at.n)
-            if at.n > end:
-                return Measured(why_not="out of memory: no more")
-            peak = base + slope * at.n + 2 * slope * max(0, at.n - bend)
-            return Measured(error, {"peak_total": peak}, {"attention": (pace * at.n,)})
-
-        monkeypatch.setattr(limit, "measure_in_child", measure)
-        result = run_limit(case, say)
+        monkeypatch.setattr(limit, "measure_in_child", partial(pretended, lengths, **how))
+        result = run_limit(case, [].append if said is None else said.append)
         assert len(lengths) == len(set(lengths))
         assert result.counts.get("confirmed", lengths[0]) in lengths
         return result, lengths
 
     return found
+
+
+def pretended(
+    lengths: list[int],
+    _: Any,
+    at: Case,
+    *__: Any,
+    base: int = 100_000,
+    slope: int = 200,
+    bend: int = 2**60,
+    end: int = 2**60,
+    pace: float = 1e-6,
+    error: float | None = 1e-3,
+    **___: Any,
+) -> Measured:
+    """A process that takes `base + slope n` bytes, more from `bend` on, and fails from `end` on."""
+    lengths.append(at.n)
+    if at.n > end:
+        return Measured(why_not="out of memory: no more")
+    peak = base + slope * at.n + 2 * slope * max(0, at.n - bend)
+    return Measured(error, {"peak_total": peak}, {"attention": (pace * at.n,)})
 
 
 def test_the_line_leads_to_the_limit_in_one_run(search: Search) -> None:
@@ -82,19 +74,42 @@ def test_a_length_that_does_not_fit_is_not_reported(search: Search) -> None:
     confirmed = result.counts["confirmed"]
     assert max(lengths) > confirmed  # it was tried, and took too much
     assert 100_000 + 200 * confirmed + 400 * max(0, confirmed - 3000) == result.counts["peak"] <= CASE.budget
+    result, _ = search(end=3000)  # a length that does not end is followed by shorter ones
+    assert 1024 < result.counts["confirmed"] <= 3000
+    assert "tokens were not run to their end: out of memory: no more" in str(result.why_not)
+    result, _ = search(limit_case(TINY, budget=2048), base=0)
+    assert 1 <= result.counts["confirmed"] <= 10
 
 
-def test_a_budget_below_the_process_itself_is_said_so(search: Search) -> None:
-    result, _ = search(base=2**21)
-    assert result.counts == {}
-    assert "not measured: even 512 tokens take" in table_of(result)
+POOLED = limit_case(replace(TINY, memory="pool"), "sdpa", budget=2**20)
 
 
-def test_the_guard_of_time_keeps_what_is_confirmed(search: Search) -> None:
-    result, lengths = search(replace(CASE, seconds=60.0), pace=0.02)  # about 95 s for the limit
-    assert result.counts["confirmed"] == max(lengths) == 1024
-    assert "tokens would take about" in table_of(result)
-    assert "at most 60 s of search" in table_of(result)
+@pytest.mark.parametrize(
+    ("case", "how", "confirmed", "texts"),
+    [
+        (CASE, {"base": 2**21}, None, ["not measured: even 512 tokens take"]),
+        # The limit would take about 95 s.
+        (replace(CASE, seconds=60.0), {"pace": 0.02}, 1024, ["would take about", "at most 60 s of search"]),
+        (
+            *(POOLED, {"error": None}, 4690),
+            [
+                "checked at a reduced length only",
+                "it has no pool and no pattern cache",
+                "(256, 4), memory pool.",
+            ],
+        ),
+    ],
+    ids=["a budget below the process itself", "a guard of time", "not checked or heeded"],
+)
+def test_what_is_confirmed_and_what_is_not_is_said(
+    case: limit.LimitCase, how: dict[str, Any], confirmed: int | None, texts: list[str], search: Search
+) -> None:
+    said: list[str] = []
+    result, _ = search(case, said, **how)
+    assert result.counts.get("confirmed") == confirmed
+    table = to_markdown(Record({}, {}, (result,)), {"limit": limit.SECTION})
+    assert all(text in table for text in texts)
+    assert any("rows not checked at this length" in line for line in said) == (case is POOLED)
 
 
 def test_wrong_rows_end_the_search(search: Search) -> None:
@@ -102,30 +117,8 @@ def test_wrong_rows_end_the_search(search: Search) -> None:
         search(error=0.5)
 
 
-def test_a_length_that_does_not_end_is_followed_by_shorter_ones(search: Search) -> None:
-    result, _ = search(end=3000)
-    assert 1024 < result.counts["confirmed"] <= 3000
-    assert "tokens were not run to their end: out of memory: no more" in str(result.why_not)
-
-
-def test_what_was_not_checked_or_heeded_is_said_so(search: Search) -> None:
-    said: list[str] = []
-    case = limit_case(replace(TINY, memory="pool"), "sdpa", budget=2**20)
-    result, _ = search(case, error=None, say=said.append)
-    assert any("rows not checked at this length" in line for line in said)
-    assert "checked at a reduced length only" in table_of(result)
-    assert "it has no pool and no pattern cache" in table_of(result)
-    assert "(256, 4), memory pool." in table_of(result)
-
-
-def test_a_budget_of_a_token_is_no_error(search: Search) -> None:
-    result, _ = search(limit_case(TINY, budget=2048), base=0)
-    assert 1 <= result.counts["confirmed"] <= 10
-
-
-def test_lines_and_times_of_runs() -> None:
+def test_lengths_and_times_are_predicted_from_runs() -> None:
     runs = [Run(100, 1100, 1.0, 0.0), Run(200, 2100, 4.0, 0.0)]
-    assert fit_line(runs) == (10.0, 100.0)
     assert predict(10_100, runs, 1) == math.floor((0.99 * 10_100 - 100) / 10)
     assert predict(10_100, runs, 20) == 200 + math.floor((0.99 * 10_100 - 2100) / 20)
     assert expected_seconds(runs, 400) == pytest.approx(16.0)  # grows with the square
@@ -133,18 +126,18 @@ def test_lines_and_times_of_runs() -> None:
     assert expected_seconds([], 400) == 0.0
 
 
-def test_limit_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "record.json"
-    budget = read_status("VmRSS") + 64 * 2**20  # this process has loaded what a child loads
+def test_limit_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real processes are those of the suite `limit`."""
+    out, budget = tmp_path / "record.json", 2**22
+    monkeypatch.setattr(limit, "measure_in_child", partial(pretended, []))
     sizes = ["--heads", "2", "--head-dim", "16", "--segments", "64,256", "--rates", "1,4", "--training"]
     assert main(["bench", "--limit", str(budget), *sizes, "--seconds", "300", "--out", str(out)]) == 0
     (result,) = from_json(out.read_text()).results
     assert (result.case["budget"], result.case["backward"]) == (budget, True)
-    confirmed, peak = result.counts["confirmed"], result.counts["peak"]
-    assert 0.5 * budget < peak <= budget
-    assert confirmed * 2 * 16 * 2 * 8 < peak  # q, k, v, out and their gradients alone
-    assert result.error is not None
-    assert result.error < 3e-2
-    shown = capsys.readouterr().out
-    assert f"| {confirmed:,} |" in shown
+    assert result.case["config"]["dtype"] == "bfloat16"
+    assert f"| {result.counts['confirmed']:,} |" in (shown := capsys.readouterr().out)
     assert " x |" not in shown  # the documents' figures are of other sizes
+    assert main(["bench", "--limit", str(budget)]) == 0  # both passes of DilatedAttention
+    assert "limit of DilatedAttention, training" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def silent(text: str) -> None:
     """Where progress goes here."""
 
 
-def test_torchscale_is_measured_where_it_is(checkout: None) -> None:
+def test_torchscale_is_measured_where_it_is(checkout: None, monkeypatch: pytest.MonkeyPatch) -> None:
     result = slides.run(CASE, silent)
     assert result.error is not None
     assert result.error < 2e-5
@@ -69,9 +69,6 @@ def test_torchscale_is_measured_where_it_is(checkout: None) -> None:
     assert len(result.seconds["ours"]) == len(result.seconds["torchscale"]) == CASE.repeats
     assert all(figure.value is not None for figure in result.figures)
     assert sys.modules["torchscale.component.multihead_attention"].flash_attn_func is slides.stock_attention
-
-
-def test_another_result_than_torchscale_s_is_refused(checkout: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "error", 1e-3)
     with pytest.raises(WrongAnswerError, match="quick slide: off torchscale's embedding by"):
         slides.run(CASE, silent)

@@ -40,7 +40,7 @@ TIME = cpu.TimeCase("tiny", CONFIG, ((2, 100), (1, 37)), backward=True, repeats=
 SPARSE = sparse.SparseConfig(2, 8, 8, "dilated_sparse", 0.3, (16, 64), (1, 2))
 ENTRIES = (sparse.Entry("dilated_sparse", 0.3, 2.0), sparse.Entry("random", 0.2, 1.5))
 SPARSE_TIME = sparse.SparseTimeCase("tiny", SPARSE, 101, ENTRIES, bare_n=32, backward=True, repeats=3)
-RING = ranks.RingConfig(4, 8, (16, 40, 200), (1, 2, 4))
+RING = common.Config(4, 8, (16, 40, 200), (1, 2, 4))
 RANKS = ranks.RingTimeCase("tiny ranks", RING, 200, backward=True, target=1.15)
 
 
@@ -56,8 +56,8 @@ def test_quick_run_writes_its_record_and_updates_a_page(
     page.write_text("# Page\n\n<!-- bench:begin -->\n<!-- bench:end -->\n\nThe end.\n")
     assert common.main(name, ["--quick", "--repeats", "2", "--out", str(out)]) == 0
     table, progress = capsys.readouterr()
-    results, cases = read_record(out).results, suite(name).QUICK
-    for result, case in zip(results, cases, strict=True):
+    cases, quick, sections = (getattr(suite(name), each) for each in ("CASES", "QUICK", "SECTIONS"))
+    for result, case in zip(read_record(out).results, quick, strict=True):
         assert result.name == case.name
         assert result.error is not None
         assert result.error < TOLERANCES[getattr(case.config, "dtype", "float32")]
@@ -70,16 +70,11 @@ def test_quick_run_writes_its_record_and_updates_a_page(
         f"# Page\n\n<!-- bench:begin -->\n\n{table.strip()}\n\n<!-- bench:end -->\n\nThe end.\n"
     )
     assert common.main(name, ["--list"]) == 0
-    assert all(f"{case.name}: " in capsys.readouterr().out for case in suite(name).CASES[:1])
-
-
-@pytest.mark.parametrize("name", SUITES)
-def test_cases_are_named_once_and_every_position_attends_to_something(name: str) -> None:
-    cases = [*suite(name).CASES, *suite(name).QUICK]
-    assert len({case.name for case in suite(name).CASES}) == len(suite(name).CASES)
-    for case in cases:
-        assert 1 in case.config.dilation_rates
-        assert f"h = {case.config.h}" in suite(name).SECTIONS[case.kind].describe(case_of(case))
+    assert f"{cases[0].name}: " in capsys.readouterr().out
+    assert len({case.name for case in cases}) == len(cases)
+    for case in (*cases, *quick):
+        assert 1 in case.config.dilation_rates  # every position attends to something
+        assert f"h = {case.config.h}" in sections[case.kind].describe(case_of(case))
 
 
 @pytest.mark.parametrize(
@@ -125,21 +120,15 @@ GATED = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", [*WRONG, "at full length alone"])
 @pytest.mark.parametrize("name", GATED)
 def test_wrong_answers_are_not_timed(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, case, where, function = GATED[name]
-    monkeypatch.setattr(where, function, perturbed(getattr(where, function), WRONG[wrong]))
+    change = perturbed(getattr(where, function), WRONG.get(wrong, spoil_last_row))
+    monkeypatch.setattr(where, function, change)
     monkeypatch.setattr(module, "interleave", lambda *_, **__: pytest.fail("a wrong answer was timed"))
-    with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
-        case.run(silent)
-
-
-@pytest.mark.parametrize("name", GATED)
-def test_error_at_full_length_alone_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, case, where, function = GATED[name]
-    monkeypatch.setattr(module, "reduced_error", lambda *_, **__: 0.0)
-    monkeypatch.setattr(where, function, perturbed(getattr(where, function), spoil_last_row))
+    if wrong not in WRONG:
+        monkeypatch.setattr(module, "reduced_error", lambda *_, **__: 0.0)
     with pytest.raises(WrongAnswerError, match="tiny: the result is off by"):
         case.run(silent)
 
@@ -295,10 +284,8 @@ def test_ranks_are_checked_against_one_process_and_their_schedule(monkeypatch: p
 
 
 def test_a_rank_that_fails_says_so() -> None:
-    with (
-        pytest.raises(RuntimeError, match="a rank ended with status 1"),
-        ranks.start_group(RANKS, 1, 1) as group,
-    ):
+    failed = pytest.raises(RuntimeError, match="a rank ended with status 1")
+    with failed, ranks.start_group(RANKS, 1, 1) as group:
         group.ask("nonsense")
 
 
@@ -340,18 +327,9 @@ def test_a_gradient_that_is_missing_or_wrong_is_noticed() -> None:
     assert positions["alike"] % period == positions["early"] % period
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if hasattr(suite(name).CASES[0], "figures")])
-def test_figures_of_a_record_follow_from_what_was_measured(name: str) -> None:
-    for result, case in zip(read_record(RESULTS / f"{name}.json").results, suite(name).CASES, strict=True):
-        found = Measured(result.error, result.counts, result.seconds, result.why_not)
-        assert tuple(case.figures(found)) == result.figures
-
-
 def test_figures_that_could_not_be_measured_are_none() -> None:
-    for case in (
-        sparse.SparseMemoryCase("m", SPARSE, 200),
-        ranks.RingMemoryCase("m", RING, 200, target=1.15),
-    ):
+    memory_of_ranks = ranks.RingMemoryCase("m", RING, 200, target=1.15)
+    for case in (sparse.SparseMemoryCase("m", SPARSE, 200), memory_of_ranks):
         assert {(x.value, x.met) for x in case.figures(Measured(why_not="no"))} == {(None, None)}
 
 
@@ -413,9 +391,8 @@ def test_pictures_are_those_that_the_library_draws(
     for name in drawn:
         assert (images / name).stat().st_size < 30_000
         drawn_map, shown_map = (find_maps(read_png(place / name), 256) for place in (tmp_path, images))
-        assert torch.equal(drawn_map[0], shown_map[0]), (
-            name
-        )  # the letters are those of a version of matplotlib
+        # The letters are those of a version of matplotlib.
+        assert torch.equal(drawn_map[0], shown_map[0]), name
     shown = re.findall(r'src="images/pattern_(\w+)\.png"', (ROOT / "docs" / "block_sparse.md").read_text())
     assert sorted(shown) == sorted(draw_patterns.example_patterns())
     with pytest.raises(SystemExit):

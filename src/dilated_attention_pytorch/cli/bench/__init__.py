@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import DTYPES
 from ..text import byte_count, int_list, positive_int, print_json
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ DENSE_LENGTH = 8192  # beyond it dense attention takes part in one round
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("names", nargs="*", metavar="name", help="candidates; --list shows them")
-    parser.add_argument("--repeats", type=positive_int, metavar="N", help="rounds of timing (default: 5)")
-    threads = "of each process (default: as torch chooses)"
-    parser.add_argument("--threads", type=positive_int, metavar="N", help=threads)
+    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+    add = parser.add_argument
+    add("names", nargs="*", metavar="name", help="candidates; --list shows them")
+    add("--repeats", help="rounds of timing (default: 5)", **number)
+    add("--threads", help="of each process (default: as torch chooses)", **number)
     add = parser.add_argument_group("instead of comparing").add_argument
     add("--list", action="store_true", help="list candidates, measure nothing")
     longest = (
@@ -72,8 +74,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     add("--batch", type=positive_int, metavar="B", help="sequences (default: 1)")
     add("--heads", type=positive_int, metavar="H", help="(default: 8)")
     add("--head-dim", type=positive_int, metavar="D", help="(default: 64)")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    add("--dtype", choices=dtypes, help="(default: float32; with --limit bfloat16)")
+    add("--dtype", choices=DTYPES, help="(default: float32; with --limit bfloat16)")
     add("--forward", action="store_true", help="the forward pass (default; with --limit both passes)")
     add("--training", action="store_true", help="forward and backward")
     add("--causal", action="store_true", help="no token sees a later one")
@@ -126,8 +127,7 @@ def check_modes(options: argparse.Namespace) -> None:
     else:
         refused = [name for name in given if name in (("lengths", "repeats") if mode else ("seconds",))]
     words = {"names": ", ".join(options.names), "seconds": "--seconds, the time of --limit,"}
-    unused = [words.get(name, f"--{name.replace('_', '-')}") for name in refused]
-    if unused:
+    if unused := [words.get(name, f"--{name.replace('_', '-')}") for name in refused]:
         reason = (
             "looks for the length itself, once each" if mode == "limit" else "measures nothing of that kind"
         )
@@ -135,74 +135,50 @@ def check_modes(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace) -> Record:
-    """Measures all cases; the record is written after each, so that an interrupted run keeps what it has."""
     import torch
 
     from .cases import run_case
     from .limit import run_limit
-    from .measure import kernel_facts, machine_facts, project_facts
-    from .record import Record, to_json, write_text
+    from .measure import kernel_facts
+    from .record import measure_all
 
-    cases = _limit_cases(options) if options.limit is not None else _compare_cases(options)
+    cases = _cases(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     config = cases[0].config
     kernel = kernel_facts(torch.device("cpu"), getattr(torch, config.dtype), config.d)
-    record = Record(project_facts(), {**machine_facts(), "kernel": kernel}, ())
-    load, cores = record.machine["load"], record.machine["cores"]
-    if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
-        _say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")
-    for number, case in enumerate(cases, 1):
-        measure: Any = run_limit if options.limit is not None else run_case
-        result = measure(case, lambda text, number=number: _say(f"[{number}/{len(cases)}] {text}"))
-        record = Record(record.project, record.machine, (*record.results, result))
-        if options.out:
-            write_text(options.out, to_json(record))
-    return record
+    run_one = run_case if options.limit is None else run_limit
+    return measure_all(cases, run_one, options.out, kernel=kernel)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _compare_cases(options: argparse.Namespace) -> list[Any]:
+def _cases(options: argparse.Namespace) -> list[Any]:
+    """What is measured: each length, forward first, or with --limit each candidate."""
     from ...spec import branches_for
     from .candidates import MAIN, Config, entry_of
     from .cases import Case
-
-    lengths = tuple(dict.fromkeys(options.lengths or DEFAULT_LENGTHS))
-    names = tuple(dict.fromkeys(options.names)) or MAIN
-    _ = [entry_of(name) for name in names]
-    config = make_config(options, Config(8, 64, *branches_for(max(lengths), ratio=RATIO)))
-    more: dict[str, Any] = {"b": options.batch or 1, "repeats": options.repeats or Case.repeats}
-    return [
-        Case(
-            f"{'training' if backward else 'forward'} at {n}",
-            *(config, n, names),
-            backward=backward,
-            dense_repeats=None if n <= DENSE_LENGTH else 1,
-            **more,
-        )
-        for backward in _passes(options, (False,))
-        for n in lengths
-    ]
-
-
-def _limit_cases(options: argparse.Namespace) -> list[Any]:
-    from .candidates import entry_of
     from .limit import CONFIG, LIMITED, limit_case
 
-    names = tuple(dict.fromkeys(options.names)) or (LIMITED,)
+    is_limit = options.limit is not None
+    lengths = tuple(dict.fromkeys(options.lengths or DEFAULT_LENGTHS))
+    names = tuple(dict.fromkeys(options.names)) or ((LIMITED,) if is_limit else MAIN)
     _ = [entry_of(name) for name in names]
-    config = make_config(options, CONFIG)
-    more = {"b": options.batch or 1, "seconds": options.seconds}
-    passes = _passes(options, (False, True))
-    return [limit_case(config, name, options.limit, backward=p, **more) for name in names for p in passes]
-
-
-def _passes(options: argparse.Namespace, default: tuple[bool, ...]) -> tuple[bool, ...]:
     asked = ((False, options.forward), (True, options.training))
-    return tuple(backward for backward, is_asked in asked if is_asked) or default
+    passes = [backward for backward, is_asked in asked if is_asked]
+    base = CONFIG if is_limit else Config(8, 64, *branches_for(max(lengths), ratio=RATIO))
+    config, b = make_config(options, base), options.batch or 1
+    if is_limit:
+        passes = passes or [False, True]
+        more = {"b": b, "seconds": options.seconds}
+        return [limit_case(config, name, options.limit, backward=x, **more) for name in names for x in passes]
+    return [
+        Case(
+            *(f"{'training' if backward else 'forward'} at {n}", config, n, names, b, backward),
+            dense_repeats=None if n <= DENSE_LENGTH else 1,
+            repeats=options.repeats or Case.repeats,
+        )
+        for backward in passes or [False]
+        for n in lengths
+    ]
 
 
 def make_config(options: argparse.Namespace, base: Config) -> Config:

@@ -8,7 +8,7 @@ same name as this package, so the two cannot be installed together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -24,7 +24,7 @@ from ...checks import did_you_mean
 from ...plan import BlockPattern
 from ...reference import block_sparse_attention_reference, dilated_attention_reference
 from ...spec import DilatedSpec, Execution, SparsePatternConfig
-from .gate import Keys, block_keys, dilated_keys
+from .gate import Keys, block_keys, call, dilated_keys
 
 masked_reference: Any = block_sparse_attention_reference
 BASELINE = "sdpa"
@@ -44,11 +44,7 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """What candidates are asked for. Dense ones need no branches and dilated ones no blocks. A kind of memory
-    or a cache that one of them does not have is stated beside its figures.
-
-    `memory` is where calls take memory from, None for each module's own way.
-    """
+    """What candidates are asked for; what one cannot heed is stated beside its figures."""
 
     h: int
     d: int
@@ -58,7 +54,7 @@ class Config:
     is_causal: bool = False
     sparsity: float = 0.1
     block_size: int = 128
-    memory: str | None = None
+    memory: str | None = None  # where calls take it from; None for each module's own way
     use_pattern_cache: bool = True
 
     @property
@@ -66,11 +62,7 @@ class Config:
         return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal)
 
     @property
-    def branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.segment_lengths, self.dilation_rates
-
-    @property
-    def named_branches(self) -> dict[str, Any]:
+    def branches(self) -> dict[str, Any]:
         return {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
 
     @property
@@ -79,7 +71,7 @@ class Config:
 
     def make_pattern(self, n: int) -> BlockPattern:
         """The pattern of block-sparse candidates, built as users build it."""
-        options: dict[str, Any] = {"is_causal": self.is_causal, **self.named_branches}
+        options = {"is_causal": self.is_causal, **self.branches}
         return block_sparse.build_block_pattern(self.sparse_config, n, self.h, **options)
 
 
@@ -94,9 +86,10 @@ class Candidate(NamedTuple):
     keys: Callable[[int], Keys] | None = None
     module: nn.Module | None = None
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [] if self.module is None else list(self.module.parameters())
+    def run(self, inputs: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
+        """out, and the gradients of the inputs and of the weights if it has any."""
+        weights = [] if self.module is None else list(self.module.parameters())
+        return call(self.attend, inputs, grad_out, weights)
 
 
 @dataclass(frozen=True)
@@ -139,16 +132,19 @@ def remarks(name: str, config: Config) -> str:
 
 def _dilated(config: Config, n: int) -> tuple[Any, Any]:
     """The reference of dilated attention, and the keys of its rows."""
-    branches, is_causal = config.branches, config.is_causal
-    keys = partial(dilated_keys, branches, is_causal, config.h, n)
-    return lambda q, k, v: dilated_attention_reference(q, k, v, *branches, is_causal=is_causal), keys
+    spec = config.spec
+    keys = partial(dilated_keys, spec, config.h, n)
+    return lambda q, k, v: dilated_attention_reference(q, k, v, spec), keys
 
 
 def _blocks(config: Config, n: int) -> tuple[Any, Any]:
     """The same of block-sparse attention; its pattern is built when it is asked for."""
-    pattern, options = cache(lambda: config.make_pattern(n)), {"is_causal": config.is_causal}
-    keys = lambda t: block_keys(pattern(), config.h, t)  # noqa: E731
-    return lambda q, k, v: masked_reference(q, k, v, pattern().to_dense(), **options), keys
+    pattern = cache(lambda: config.make_pattern(n))
+
+    def reference(*qkv: Tensor) -> Any:
+        return masked_reference(*qkv, pattern().to_dense(), is_causal=config.is_causal)
+
+    return reference, lambda t: block_keys(pattern(), config.h, t)
 
 
 def _adaptive(module: Any, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -183,7 +179,7 @@ def _make_module(name: str, kind: str, projects: bool, config: Config, n: int) -
         sizes = {"embed_dim": config.h * config.d, "num_heads": config.h}
         options |= {**sizes, "dtype": getattr(torch, config.dtype)}
     torch.manual_seed(0)  # of weights
-    module = getattr(modules, name)(**config.named_branches, **options).eval()
+    module = getattr(modules, name)(**config.branches, **options).eval()
 
     def attend(*tensors: Tensor) -> Any:
         found = module(*tensors, is_causal=config.is_causal)
@@ -198,7 +194,6 @@ def _make_module(name: str, kind: str, projects: bool, config: Config, n: int) -
 
 
 def _module(name: str, kind: str, projects: bool = False, ignores: str = "") -> Entry:
-    """A module of this library by its public name."""
     return Entry(kind, partial(_make_module, name, kind, projects), ignores, projects)
 
 
@@ -207,10 +202,9 @@ def _function(kind: str, where: Any, name: str) -> Entry:
 
     def make(config: Config, n: int) -> Candidate:
         how = Execution(memory=config.memory or "fresh", use_pattern_cache=config.use_pattern_cache)
-        what: tuple[Any, ...] = config.branches if kind == "dilated" else (config.make_pattern(n),)
-        options = {"is_causal": config.is_causal, "execution": how}
-        attend = lambda *qkv: getattr(where, name)(*qkv, *what, **options)  # noqa: E731
-        return Candidate(attend, *DEFINITIONS[kind](config, n))
+        options: dict[str, Any] = {"is_causal": config.is_causal, "execution": how}
+        options |= config.branches if kind == "dilated" else {"pattern": config.make_pattern(n)}
+        return Candidate(partial(getattr(where, name), **options), *DEFINITIONS[kind](config, n))
 
     return Entry(kind, make)
 

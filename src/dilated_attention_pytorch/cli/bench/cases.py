@@ -13,13 +13,12 @@ from torch import Tensor
 
 from ..report import Series, line_chart
 from . import gate
-from .candidates import BASELINE, Candidate, CannotRunError, Config, entry_of, remarks
+from .candidates import BASELINE, CannotRunError, Config, entry_of, remarks
 from .measure import Measured, interleave, measure_in_child, read_status, reset_peak_memory
-from .record import Figure, Record, Result, Section, Table, case_of
+from .record import Figure, Record, Result, Say, Section, Table, case_of
 
 REDUCED_BLOCK, REDUCED_BLOCKS = 16, 24
 WARMUP_LENGTH = 1024
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def run_case(case: Case, say: Say) -> Result:
             notes[name] = f"cannot run: {reason}"
             continue
         given = inputs.setdefault(entry_of(name).projects, case.inputs(name))
-        runs[name] = partial(run_candidate, candidate, *given)
+        runs[name] = partial(candidate.run, *given)
         notes[name] = remarks(name, case.config)
     if not runs:
         why_not = "no candidate can run"
@@ -98,24 +97,19 @@ def speed_ups(seconds: Mapping[str, tuple[float, ...]]) -> tuple[Figure, ...]:
     )
 
 
-def run_candidate(candidate: Candidate, inputs: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
-    """out, and the gradients of the inputs and of the weights if it has any."""
-    return gate.call(candidate.attend, inputs, grad_out, candidate.weights)
-
-
 def measure_candidate(case: Case, name: str) -> Measured:
     """In a child: the error of rows, bytes of a call above its inputs and of the whole process, its time."""
     make, config = entry_of(name).make, case.config
     # Short, so that what it frees is too little for the measured call to hide in.
     short = max(1, min(case.n // 4, WARMUP_LENGTH) // config.block_size) * config.block_size
-    run_candidate(make(config, short), *replace(case, n=short, b=1).inputs(name))
+    make(config, short).run(*replace(case, n=short, b=1).inputs(name))
     rows = gate.choose_rows(config.segment_lengths[0], case.n)
     candidate = make(config, case.n)
     inputs, grad_out = case.inputs(name, rows)
     peak_before = read_status("VmHWM")
     before = reset_peak_memory()
     start = time.perf_counter()
-    results = run_candidate(candidate, inputs, grad_out)
+    results = candidate.run(inputs, grad_out)
     seconds = time.perf_counter() - start
     peak = read_status("VmHWM")
     counts = {"peak_extra": peak - before, "peak_total": max(peak_before, peak)}
@@ -153,26 +147,28 @@ def reduce_case(case: Case, is_windowed: bool) -> Case:
 
 
 def describe(case: dict[str, Any]) -> str:
-    """The sizes of a case in a few words. Its candidates stand in the table."""
-    config = case["config"]
-    words = [f"b = {case['b']}", f"n = {case['n']}", *describe_config(config)]
-    words.insert(-1, f"blocks of {config['block_size']} with density {config['sparsity']:g}")
-    if (rounds := case["dense_repeats"]) is not None:
-        words.append(f"dense attention in {rounds} round{'' if rounds == 1 else 's'}")
-    return ", ".join(filter(None, words))
+    """The sizes of a case, compared or limited, in a few words. Its candidates stand in the table."""
+    config, n, budget = case["config"], case.get("n"), case.get("budget")
+    rounds, seconds = case.get("dense_repeats"), case.get("seconds")
+    words = (
+        (f"{(budget or 0) / 2**30:g} GiB", budget is not None),
+        (f"b = {case['b']}", True),
+        (f"n = {n}", n is not None),
+        (f"h = {config['h']}, d = {config['d']}, {config['dtype']}", True),
+        ("causal", config["is_causal"]),
+        (show_branches(config), True),
+        (f"blocks of {config['block_size']} with density {config['sparsity']:g}", n is not None),
+        (f"memory {config['memory']}", config["memory"] is not None),
+        ("no pattern cache", not config["use_pattern_cache"]),
+        (f"dense attention in {rounds} round{'' if rounds == 1 else 's'}", rounds is not None),
+        (f"at most {seconds or 0:g} s of search", seconds is not None),
+    )
+    return ", ".join(text for text, is_said in words if is_said)
 
 
-def describe_config(config: dict[str, Any]) -> list[str]:
-    """Heads, dtype and branches; the last word says how calls run, and is empty for their own way."""
-    branches = zip(config["segment_lengths"], config["dilation_rates"], strict=True)
-    how = [f"memory {config['memory']}"] if config["memory"] else []
-    how += [] if config["use_pattern_cache"] else ["no pattern cache"]
-    return [
-        *(f"h = {config['h']}", f"d = {config['d']}", config["dtype"]),
-        *(["causal"] if config["is_causal"] else []),
-        "branches " + ", ".join(f"({w}, {r})" for w, r in branches),
-        ", ".join(how),
-    ]
+def show_branches(config: dict[str, Any]) -> str:
+    pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=True)
+    return "branches " + ", ".join(f"({w}, {r})" for w, r in pairs)
 
 
 def make_table(results: Sequence[Result]) -> Table:
@@ -183,7 +179,7 @@ def make_table(results: Sequence[Result]) -> Table:
         speeds = {name: f"{tokens / min(values):,.0f}" for name, values in result.seconds.items()}
         over = {x.name.partition(":")[0]: f"{x.value:.2f}" for x in speed_ups(result.seconds)}
         for name in result.case["candidates"]:
-            times = [result.milliseconds(name), speeds.get(name, ""), over.get(name, "")]
+            times = [result.times(name), speeds.get(name, ""), over.get(name, "")]
             cells = [*times, result.mebibytes(f"peak_extra {name}"), result.notes.get(name, "")]
             rows.append([f"{result.name}, {name}", *cells])
     head = ["case and candidate", "ms", "tokens/s", f"speed-up over {BASELINE}", "peak extra, MiB", "remarks"]
@@ -220,7 +216,7 @@ def _series(results: Sequence[Result]) -> tuple[list[Series], list[Series]]:
     times, peaks = [], []
     for name in dict.fromkeys(name for result in results for name in result.case["candidates"]):
         timed = [(result.case["n"], timing) for result in results if (timing := result.timing(name))]
-        held = [(r.case["n"], r.counts.get(f"peak_extra {name}", 0) / 2**20) for r in results]
+        held = [(x.case["n"], x.counts.get(f"peak_extra {name}", 0) / 2**20) for x in results]
         held = [(n, peak) for n, peak in held if peak > 0]
         spread = tuple((timing.minimum, max(timing)) for _, timing in timed)
         times += [Series(name, tuple((n, timing.median) for n, timing in timed), spread)] if timed else []

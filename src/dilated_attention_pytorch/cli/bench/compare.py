@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from .record import Record, Result, Table, show_value
 
 RESAMPLES = 2000
 FEWEST = 5  # durations of a side; with fewer, equal sides would too often look different
-FACTS = ("cpu", "cores", "threads", "torch", "os", "python")
+FACTS = ("cpu", "cores", "threads", "torch", "os", "python", "kernel")
 # How counts begin that depend on the run, bytes and others; what is left out, as flops, does not.
 BYTES = ("peak", "build_peak", "cache", "received", "pattern", "tensors")
 NUMBERS = ("confirmed", "bits")
@@ -25,19 +25,15 @@ def compare_records(a: Record, b: Record) -> dict[str, Any]:
     `changes` are medians of candidates and their ratios with bounds, None with too few rounds;
     `count_changes` are bytes and other counts; then what stands in one record only, and warnings.
     """
-    facts = [(fact, a.machine.get(fact), b.machine.get(fact)) for fact in FACTS]
-    warnings = [f"{fact} differs: {one} and {other}" for fact, one, other in facts if one != other]
-    firsts, seconds = ({_key(result): result for result in record.results} for record in (a, b))
+    warnings = [f"{fact} differs: {differ}" for fact, differ in _differences(a.machine, b.machine, FACTS)]
+    firsts, seconds = ({(x.case["kind"], x.name): x for x in record.results} for record in (a, b))
     pairs = []
-    for first, second in ((first, seconds[key]) for key, first in firsts.items() if key in seconds):
+    for first, second in ((firsts[key], seconds[key]) for key in firsts if key in seconds):
         one, other = _what(first.case), _what(second.case)
-        if one == other:
-            pairs.append((first, second))
-        else:
-            fields = [
-                f"{x} {one.get(x)} and {other.get(x)}" for x in one | other if one.get(x) != other.get(x)
-            ]
+        if fields := [f"{field} {differ}" for field, differ in _differences(one, other, one | other)]:
             warnings.append(f"{first.name}: not compared, it is another case: {'; '.join(fields)}")
+        else:
+            pairs.append((first, second))
     return {
         "changes": [change for pair in pairs for change in _changes(*pair)],
         "count_changes": [change for pair in pairs for change in _count_changes(*pair)],
@@ -47,15 +43,53 @@ def compare_records(a: Record, b: Record) -> dict[str, Any]:
     }
 
 
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Any) -> Iterator[tuple[str, str]]:
+    for name in names:
+        if one.get(name) != other.get(name):
+            yield name, f"{one.get(name)} and {other.get(name)}"
+
+
+def _what(fields: Any) -> Any:
+    """The fields of a case that say what is measured."""
+    if isinstance(fields, dict):
+        kept = {name: value for name, value in fields.items() if name not in MANNERS}
+        return {name: _what(value) for name, value in kept.items() if not name.endswith("target")}
+    return [_what(each) for each in fields] if isinstance(fields, list) else fields
+
+
+def _missing(here: dict[Any, Result], there: dict[Any, Result], pairs: Sequence[Any]) -> Iterator[str]:
+    """Cases of one record that the other lacks, then candidates of the cases that both have."""
+    yield from (result.name for key, result in here.items() if key not in there)
+    for one, other in pairs:
+        yield from (f"{one.name}, {name}" for name in one.seconds if name not in other.seconds)
+
+
+def _changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
+    for name in (name for name in a.seconds if name in b.seconds):
+        first, second = a.seconds[name], b.seconds[name]
+        low, high, verdict = None, None, f"no interval: fewer than {FEWEST} rounds"
+        if min(len(first), len(second)) >= FEWEST:
+            low, high = bootstrap_ratio(first, second)
+            verdict = "faster" if high < 1.0 else "slower" if low > 1.0 else "no difference shown"
+        one, other = median(first), median(second)
+        found = {"median_a": one, "median_b": other, "rounds": [len(first), len(second)]}
+        found |= {"low": low, "high": high, "ratio": other / one, "verdict": verdict}
+        yield {"case": a.name, "candidate": name, **found}
+
+
 def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """The central 95 % of the ratios of medians, B over A, of durations drawn with replacement."""
-    draw = random.Random(seed)
-    ratios = sorted(
-        statistics.median(draw.choices(b, k=len(b))) / statistics.median(draw.choices(a, k=len(a)))
-        for _ in range(RESAMPLES)
-    )
+    draw = random.Random(seed).choices
+    ratios = sorted(median(draw(b, k=len(b))) / median(draw(a, k=len(a))) for _ in range(RESAMPLES))
     cut = round(0.025 * RESAMPLES)
     return ratios[cut], ratios[-1 - cut]
+
+
+def _count_changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
+    for name, count in a.counts.items():
+        if name in b.counts and name.startswith((*BYTES, *NUMBERS)):
+            ratio = b.counts[name] / count if count else None
+            yield {"case": a.name, "what": name, "count_a": count, "count_b": b.counts[name], "ratio": ratio}
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
@@ -87,50 +121,3 @@ def _count_row(case: str, what: str, count_a: int, count_b: int, ratio: float | 
     unit = "tokens" if what.startswith(NUMBERS) else "bytes"
     counts = [show_value(count, unit) for count in (count_a, count_b)]
     return [f"{case}, {what}", *counts, "" if ratio is None else f"{ratio:.3f}"]
-
-
-def _what(fields: Any) -> Any:
-    """The fields of a case that say what is measured."""
-    if isinstance(fields, dict):
-        kept = {name: value for name, value in fields.items() if name not in MANNERS}
-        return {name: _what(value) for name, value in kept.items() if not name.endswith("target")}
-    return [_what(each) for each in fields] if isinstance(fields, list) else fields
-
-
-def _key(result: Result) -> tuple[str, str]:
-    return result.case["kind"], result.name
-
-
-def _missing(here: dict[Any, Result], there: dict[Any, Result], pairs: Sequence[Any]) -> Iterator[str]:
-    """Cases of one record that the other lacks, then candidates of the cases that both have."""
-    yield from (result.name for key, result in here.items() if key not in there)
-    for one, other in pairs:
-        yield from (f"{one.name}, {name}" for name in one.seconds if name not in other.seconds)
-
-
-def _changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
-    for name in (name for name in a.seconds if name in b.seconds):
-        first, second = a.seconds[name], b.seconds[name]
-        low, high, verdict = None, None, f"no interval: fewer than {FEWEST} rounds"
-        if min(len(first), len(second)) >= FEWEST:
-            low, high = bootstrap_ratio(first, second)
-            verdict = "faster" if high < 1.0 else "slower" if low > 1.0 else "no difference shown"
-        medians = statistics.median(first), statistics.median(second)
-        yield {
-            "case": a.name,
-            "candidate": name,
-            "median_a": medians[0],
-            "median_b": medians[1],
-            "rounds": [len(first), len(second)],
-            "low": low,
-            "high": high,
-            "ratio": medians[1] / medians[0],
-            "verdict": verdict,
-        }
-
-
-def _count_changes(a: Result, b: Result) -> Iterator[dict[str, Any]]:
-    for name, count in a.counts.items():
-        if name in b.counts and name.startswith((*BYTES, *NUMBERS)):
-            ratio = b.counts[name] / count if count else None
-            yield {"case": a.name, "what": name, "count_a": count, "count_b": b.counts[name], "ratio": ratio}

@@ -20,6 +20,7 @@ TOLERANCE = gate.TOLERANCES["float64"]
 LENGTH, HEADS, HEAD_DIM = 151, 4, 16  # a prime length: no segment fits evenly
 
 _THREE: dict[str, Any] = {"segment_lengths": (16, 32, 64), "dilation_rates": (1, 2, 4)}
+_TORCHSCALE = {"head_offsets": "blocked", "tail": "phantom", "detach_mixing": True}
 _LAST_20_HIDDEN = torch.arange(LENGTH)[None] < LENGTH - 20
 CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("three branches", _THREE),
@@ -29,10 +30,7 @@ CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("padding mask", {**_THREE, "key_mask": _LAST_20_HIDDEN}),
     ("packed documents", {**_THREE, "cu_seqlens": torch.tensor([0, 40, 97, LENGTH])}),
     ("a head group a branch", {**_THREE, "head_mixing": "grouped"}),
-    (
-        "as torchscale computes",
-        {**_THREE, "head_offsets": "blocked", "tail": "phantom", "detach_mixing": True},
-    ),
+    ("as torchscale computes", {**_THREE, **_TORCHSCALE}),
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan import BlockPattern
+from ...spec import DilatedSpec
 
 # Of inputs of a dtype against float64 results, absolute below 1 and relative above.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -49,11 +50,7 @@ def compare(
     inputs: Sequence[Tensor],
     grad_out: Tensor | None,
 ) -> list[float]:
-    """The errors of a call against its reference on the same inputs in float64: of out, then of the rest.
-
-    Both give out, or a tuple that begins with it; the gradients of the inputs are compared if `grad_out` is
-    given.
-    """
+    """The errors of a call against its reference in float64: of out and what else both give, of gradients."""
     exact = None if grad_out is None else grad_out.double()
     expected = call(reference, [x.double() for x in inputs], exact)
     return [largest_error(*pair) for pair in zip(call(attend, inputs, grad_out), expected, strict=True)]
@@ -85,8 +82,7 @@ def make_inputs(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Seeded inputs, every byte of them written, and with `backward` the gradient of out.
 
-    The gradient is zero but at `rows` of the last sequence, if they are given: then the rows alone determine
-    all gradients, at every position.
+    It is zero but at `rows` of the last sequence, if given: then they alone determine all gradients.
     """
     generator = torch.Generator().manual_seed(seed)
     draw = {"generator": generator, "dtype": getattr(torch, dtype)}
@@ -109,17 +105,15 @@ def choose_rows(period: int, n: int, seed: int = 0) -> list[int]:
     return sorted(places | {draw.randrange(n) for _ in range(ROWS - len(places))})
 
 
-def dilated_keys(
-    branches: tuple[Sequence[int], Sequence[int]], is_causal: bool, num_heads: int, n: int, t: int
-) -> Keys:
+def dilated_keys(spec: DilatedSpec, num_heads: int, n: int, t: int) -> Keys:
     """What the query at position `t` meets in dilated attention, from its definition."""
-    reach = [(t // w * w, min(n, t // w * w + w)) for w in branches[0]]
+    reach = [(t // w * w, min(n, t // w * w + w)) for w in spec.segment_lengths]
     position = torch.arange(min(lo for lo, _ in reach), max(hi for _, hi in reach))
     head = torch.arange(num_heads)[:, None]
     counts = torch.zeros(num_heads, len(position), dtype=torch.float64)
-    for w, r in zip(*branches, strict=True):
+    for w, r in spec.branches:
         reached = (position // w == t // w) & (position % w % r == head % r) & (t % w % r == head % r)
-        counts += reached & (position <= t) if is_causal else reached
+        counts += reached & (position <= t) if spec.is_causal else reached
     met = counts.any(0)
     return position[met], counts[:, met]
 
@@ -159,8 +153,7 @@ def compare_rows(
 ) -> float:
     """Error of rows of the last sequence, and of all gradients, against the definition in float64.
 
-    `inputs` and `grad_out` are those of `make_inputs` with these rows, all (b, n, h, d). `results` are those
-    of `call`: out, lse (b, h, n) if there is one, and the gradients of the inputs.
+    `inputs` and `grad_out` are those of `make_inputs` with these rows, `results` those of `call`.
     """
     q, k, v = (x[-1] for x in inputs)
     out, gradients = results[0], results[1 + has_lse :]

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...spec import branches_for
 from .candidates import CannotRunError, Config, remarks
-from .cases import Case, Say, check_candidate, describe_config, measure_candidate
+from .cases import Case, check_candidate, describe, measure_candidate
 from .gate import accept
 from .measure import measure_in_child
-from .record import Figure, Result, Section, Table, case_of, show_value
+from .record import Figure, Result, Say, Section, Table, case_of, show_value
 
 PARTS = (16, 8)  # the first lengths: these parts of what the bare tensors of the budget would allow
 MOST_RUNS = 6
@@ -29,10 +29,7 @@ CONFIG = Config(8, 64, *branches_for(2**21, first=1024, ratio=4), dtype="bfloat1
 
 @dataclass(frozen=True)
 class LimitCase:
-    """The longest sequence of a module whose whole process stays within `budget` bytes: run, not predicted.
-
-    `target` is in tokens. `seconds` is the most time that the search may take.
-    """
+    """The longest sequence of a module whose process stays within `budget` bytes: run, not predicted."""
 
     name: str
     config: Config
@@ -40,8 +37,8 @@ class LimitCase:
     budget: int = BUDGET
     b: int = 1
     backward: bool = False
-    target: int | None = None
-    seconds: float | None = None
+    target: int | None = None  # in tokens
+    seconds: float | None = None  # the most that the search may take
     repeats: int = 1
     kind: ClassVar[str] = "limit"
 
@@ -50,15 +47,12 @@ class LimitCase:
 
 
 class Run(NamedTuple):
-    """One length that was run: peak bytes of its process, seconds of the call, the error of its rows.
-
-    `error` is None where no rows can be computed from the definition, as with random projections.
-    """
+    """One length that was run: peak bytes of its process, seconds of the call, the error of its rows."""
 
     n: int
     peak: int
     seconds: float
-    error: float | None
+    error: float | None  # None where no rows can be computed from the definition, as with projections
 
 
 def limit_case(
@@ -81,8 +75,7 @@ def run_limit(case: LimitCase, say: Say) -> Result:
     except CannotRunError as reason:
         why_not = f"{case.module} cannot run: {reason}"
     best = max((run for run in runs if run.peak <= case.budget), default=None)
-    confirmed = None if best is None else best.n
-    figures = (Figure("longest sequence", confirmed, "tokens", case.target, at_least=True),)
+    figures = (Figure("longest sequence", best and best.n, "tokens", case.target, at_least=True),)
     if best is None:
         least = [f"even {runs[0].n:,} tokens take {runs[0].peak:,} bytes"] if runs else []
         reasons = "; ".join([*least, *([why_not] if why_not else [])])
@@ -131,12 +124,9 @@ def search(case: LimitCase, runs: list[Run], measure: Callable[[int], Run | str]
 
 
 def predict(budget: int, runs: Sequence[Run], least: int) -> int:
-    """The length that the line through the two longest runs leaves within the budget, a little below it.
-
-    A token takes `least` bytes or more: short runs may hide some in memory that was there before.
-    """
+    """The length that the line through the two longest runs leaves within the budget, a little below it."""
     longest = sorted(runs)[-2:]
-    slope = max(least, fit_line(longest)[0])
+    slope = max(least, fit_line(longest)[0])  # short runs may hide bytes in memory that was there before
     return longest[-1].n + math.floor((AIM * budget - longest[-1].peak) / slope)
 
 
@@ -160,11 +150,8 @@ def expected_seconds(runs: Sequence[Run], n: int) -> float:
 def _run(case: LimitCase, n: int, end: float, say: Say) -> Run | str:
     say(f"{case.name}: running {n:,} tokens in a process of its own")
     left, at = end - time.monotonic(), case.at(n)
-    measured = measure_in_child(
-        *(measure_candidate, at, case.module),
-        needed=at.tensor_bytes,
-        timeout=None if left == math.inf else max(0.0, left),
-    )
+    timeout = None if left == math.inf else max(0.0, left)
+    measured = measure_in_child(measure_candidate, at, case.module, needed=at.tensor_bytes, timeout=timeout)
     if measured.why_not is not None:
         return measured.why_not
     error, right = measured.error, "rows not checked at this length"
@@ -173,13 +160,6 @@ def _run(case: LimitCase, n: int, end: float, say: Say) -> Run | str:
     run = Run(n, measured.counts["peak_total"], measured.seconds["attention"][0], error)
     say(f"{case.name}: {n:,} tokens took {run.peak / 2**30:.2f} GiB and {run.seconds:.1f} s, {right}")
     return run
-
-
-def describe(case: dict[str, Any]) -> str:
-    """The sizes of a case in a few words."""
-    guard = "" if case["seconds"] is None else f"at most {case['seconds']:g} s of search"
-    words = [f"{case['budget'] / 2**30:g} GiB", f"b = {case['b']}", *describe_config(case["config"]), guard]
-    return ", ".join(filter(None, words))
 
 
 def make_table(results: Sequence[Result]) -> Table:

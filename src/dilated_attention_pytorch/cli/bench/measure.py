@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -106,9 +107,8 @@ def read_status(field: str) -> int:
         text = STATUS.read_text()
     except OSError as error:
         raise NotMeasurableError("peak memory is read from /proc, which this platform lacks") from error
-    for line in text.splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
+    if found := re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE):
+        return 1024 * int(found[1])
     raise NotMeasurableError(f"{STATUS} has no {field}")
 
 
@@ -246,6 +246,5 @@ def _git(*arguments: str) -> str | None:
 
 def _cpu_model() -> str | None:
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine() or None
+    found = re.search(r"^model name\s*: *(.*)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return found[1].strip() if found else platform.processor() or platform.machine() or None

@@ -6,16 +6,18 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...checks import parse_json
 from ..report import Page
-from .measure import Timing
+from .measure import Timing, machine_facts, project_facts
 
 SCHEMA = 1
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,11 @@ class Result:
         missing = figure.value is None and self.why_not
         return [f"not measured: {self.why_not}" if missing else figure.number, figure.verdict]
 
-    def milliseconds(self, name: str) -> str:
+    def times(self, name: str, unit: str = "ms") -> str:
         """Minimum, then median and half the quartile distance; a single duration is all there is to say."""
-        return self._times(name, 1e3)
-
-    def microseconds(self, name: str) -> str:
-        return self._times(name, 1e6)
-
-    def _times(self, name: str, factor: float) -> str:
-        timing = self.timing(name)
-        if timing is None:
+        if (timing := self.timing(name)) is None:
             return ""
+        factor = {"ms": 1e3, "µs": 1e6}[unit]
         values = (timing.minimum, timing.median, timing.spread / 2)
         minimum, median, spread = (f"{factor * value:.1f}" for value in values)
         return minimum if len(timing) == 1 else f"{minimum} ({median} ± {spread})"
@@ -127,6 +123,27 @@ class Section:
     describe: Callable[[dict[str, Any]], str]
     has_rounds: bool = True
     has_spread: bool = True
+
+
+def measure_all(
+    cases: Sequence[Any], measure: Callable[[Any, Say], Result], out: Path | None = None, **facts: str
+) -> Record:
+    """The record of all cases, stored after each: an interrupted run keeps what it has."""
+    record = Record(project_facts(), {**machine_facts(), **facts}, ())  # before measuring raises the load
+    load, cores = record.machine["load"], record.machine["cores"]
+    if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
+        say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")
+    for number, case in enumerate(cases, 1):
+        result = measure(case, lambda text, number=number: say(f"[{number}/{len(cases)}] {text}"))  # type: ignore[misc]
+        record = replace(record, results=(*record.results, result))
+        if out:
+            write_text(out, to_json(record))
+    return record
+
+
+def say(text: str) -> None:
+    """Progress, beside the table on standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def case_of(case: Any) -> dict[str, Any]:
@@ -186,27 +203,41 @@ def read_record(file: Path) -> Record:
 def to_markdown(record: Record, sections: Mapping[str, Section]) -> str:
     """Tables by kind of case, and the sentence that says where they come from."""
     parts = []
-    for section, table, sizes in _tables(record, sections):
-        parts += [section.title, str(table), "\n".join(f"- {sentence}" for sentence in sizes)]
+    for title, table, sizes in _tables(record, sections):
+        parts += [title, str(table), "\n".join(f"- {sentence}" for sentence in sizes)]
     return "\n\n".join([*parts, origin(record, sections)]) + "\n"
 
 
-def _tables(record: Record, sections: Mapping[str, Section]) -> Iterator[tuple[Section, Table, list[str]]]:
-    """By kind its table, and the sizes of its cases, each stated once with the cases that share them."""
+def to_page(
+    record: Record, sections: Mapping[str, Section], charts: Sequence[tuple[str | None, str]] = ()
+) -> str:
+    """The tables as an HTML page, below charts, each an SVG and its caption."""
+    lead = "Every figure was measured after its candidate had given the right answer."
+    page = Page("Attention, measured", lead)
+    for svg, caption in charts:
+        page.figure(svg, caption)
+    for title, table, sizes in _tables(record, sections):
+        title, *head = (re.sub(r"\*\*|`", "", text) for text in (title, *table.head))  # Markdown's marks
+        page.heading(title)
+        page.table(head, [[re.sub(r"\*\*|`", "", cell) for cell in row] for row in table.rows])
+        for sentence in sizes:
+            page.paragraph(sentence)
+    page.paragraph(origin(record, sections))
+    return page.render()
+
+
+def _tables(record: Record, sections: Mapping[str, Section]) -> Iterator[tuple[str, Table, list[str]]]:
+    """By kind its title, its table, and the sizes of its cases, each stated once for all that share them."""
     if unknown := {result.case["kind"] for result in record.results} - sections.keys():
         kinds = f"{', '.join(sorted(unknown))}; it holds {', '.join(sections)}"
         raise ValueError(f"this table holds no {kinds}: a record of benchmarks/ is rendered by its program")
     for kind, section in sections.items():
-        results = [result for result in record.results if result.case["kind"] == kind]
-        names: dict[str, list[str]] = {}
-        for result in results:
-            names.setdefault(section.describe(result.case), []).append(result.name)
-        if results:
-            yield (
-                section,
-                section.table(results),
-                [f"{', '.join(of)}: {sizes}." for sizes, of in names.items()],
-            )
+        if results := [result for result in record.results if result.case["kind"] == kind]:
+            names: dict[str, list[str]] = {}
+            for result in results:
+                names.setdefault(section.describe(result.case), []).append(result.name)
+            sizes = [f"{', '.join(of)}: {words}." for words, of in names.items()]
+            yield section.title, section.table(results), sizes
 
 
 def origin(record: Record, sections: Mapping[str, Section]) -> str:
@@ -217,8 +248,7 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
     dtypes = {result.case["config"].get("dtype", "float32") for result in record.results} or {"float32"}
     timed = [x for x in record.results if x.seconds and sections[x.case["kind"]].has_rounds]
     repeats = sorted({result.repeats for result in timed})
-    word = "round" if repeats == [1] else "rounds"
-    rounds = f", {' or '.join(map(str, repeats))} {word}" if repeats else ""
+    rounds = f", {' or '.join(map(str, repeats))} round{'' if repeats == [1] else 's'}" if repeats else ""
     has_spread = any(sections[result.case["kind"]].has_spread for result in timed)
     legend = " Times: minimum (median ± half the quartile distance)." if has_spread else ""
     kernel = f", kernel {machine['kernel']}" if machine.get("kernel") else ""
@@ -230,29 +260,6 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
         f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads{kernel}; "
         f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
     )
-
-
-def to_page(
-    record: Record, sections: Mapping[str, Section], charts: Sequence[tuple[str | None, str]] = ()
-) -> str:
-    """The tables as an HTML page, below charts, each an SVG and its caption."""
-    page = Page(
-        "Attention, measured", "Every figure was measured after its candidate had given the right answer."
-    )
-    for svg, caption in charts:
-        page.figure(svg, caption)
-    for section, table, sizes in _tables(record, sections):
-        page.heading(_plain(section.title))
-        page.table([*map(_plain, table.head)], [[*map(_plain, row)] for row in table.rows])
-        for sentence in sizes:
-            page.paragraph(sentence)
-    page.paragraph(origin(record, sections))
-    return page.render()
-
-
-def _plain(text: str) -> str:
-    """Markdown's marks removed."""
-    return re.sub(r"\*\*|`", "", text)
 
 
 def check_places(*files: Path | None) -> None:
