@@ -16,7 +16,7 @@ from dilated_attention_pytorch.cli.bench.candidates import Config
 from dilated_attention_pytorch.cli.bench.cases import Case
 from dilated_attention_pytorch.cli.bench.gate import WrongAnswerError
 from dilated_attention_pytorch.cli.bench.limit import Run, expected_seconds, limit_case, predict, run_limit
-from dilated_attention_pytorch.cli.bench.measure import Measured
+from dilated_attention_pytorch.cli.bench.measure import Measured, read_status
 from dilated_attention_pytorch.cli.bench.record import Record, Result, from_json, to_markdown
 from dilated_attention_pytorch.cli.main import main
 
@@ -126,18 +126,23 @@ def test_lengths_and_times_are_predicted_from_runs() -> None:
     assert expected_seconds([], 400) == 0.0
 
 
-def test_limit_from_the_command_line(
+def test_limit_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real processes are those of the suite `limit`."""
-    out, budget = tmp_path / "record.json", 2**22
-    monkeypatch.setattr(limit, "measure_in_child", partial(pretended, []))
+    out = tmp_path / "record.json"
+    budget = read_status("VmRSS") + 64 * 2**20  # this process has loaded what a child loads
     sizes = ["--heads", "2", "--head-dim", "16", "--segments", "64,256", "--rates", "1,4", "--training"]
     assert main(["bench", "--limit", str(budget), *sizes, "--seconds", "300", "--out", str(out)]) == 0
     (result,) = from_json(out.read_text()).results
     assert (result.case["budget"], result.case["backward"]) == (budget, True)
     assert result.case["config"]["dtype"] == "bfloat16"
-    assert f"| {result.counts['confirmed']:,} |" in (shown := capsys.readouterr().out)
+    confirmed, peak = result.counts["confirmed"], result.counts["peak"]
+    assert 0.5 * budget < peak <= budget
+    assert confirmed * 2 * 16 * 2 * 8 < peak  # q, k, v, out and their gradients alone
+    assert result.error is not None
+    assert result.error < 3e-2
+    assert f"| {confirmed:,} |" in (shown := capsys.readouterr().out)
     assert " x |" not in shown  # the documents' figures are of other sizes
-    assert main(["bench", "--limit", str(budget)]) == 0  # both passes of DilatedAttention
+    monkeypatch.setattr(limit, "measure_in_child", partial(pretended, []))
+    assert main(["bench", "--limit", str(2**22)]) == 0  # both passes of DilatedAttention
     assert "limit of DilatedAttention, training" in capsys.readouterr().out

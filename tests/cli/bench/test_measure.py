@@ -87,3 +87,8 @@ def test_a_call_too_large_for_the_machine_is_not_started(monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "host_memory", lambda: Memory(2**30, 2**40))
     found = measure.measure_in_child(lambda: pytest.fail("started"), needed=2**33)
     assert found.why_not == "needs 8.0 GiB, 1.0 GiB are available"
+
+
+def test_facts_fit_a_record() -> None:
+    assert set(measure.project_facts()) == {"version", "commit", "changed"}
+    assert isinstance(measure.machine_facts()["threads"], int)
