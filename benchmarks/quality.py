@@ -24,7 +24,7 @@ from common import Config, Say, main, reduced_error, run_case, show_branches
 from dilated_attention_pytorch.cli.bench.gate import accept
 from dilated_attention_pytorch.cli.bench.measure import Measured
 from dilated_attention_pytorch.cli.bench.record import Figure, Result, Section, Table
-from dilated_attention_pytorch.cli.train.config import TrainConfig
+from dilated_attention_pytorch.cli.train import TrainConfig
 from dilated_attention_pytorch.cli.train.data import standard_library_files
 from dilated_attention_pytorch.cli.train.loop import Run
 from dilated_attention_pytorch.cli.train.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch.checks import parse_json
 from dilated_attention_pytorch.cli.bench.record import from_json
-from dilated_attention_pytorch.cli.train.config import ConfigError, read_settings
+from dilated_attention_pytorch.cli.train import ConfigError, read_settings
 from dilated_attention_pytorch.integrations.torchscale import _integers
 from support.public_calls import BRANCHES, ENTRIES, MASK, MODEL, PATTERN, X
 

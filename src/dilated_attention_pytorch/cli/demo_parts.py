@@ -21,7 +21,7 @@ from ..block_sparse import block_sparse_attention, build_block_pattern
 from ..core.host_memory import host_memory
 from ..spec import Branches, SparsePatternConfig, branches_for
 from .bench.measure import NotMeasurableError, interleave, read_status, reset_peak_memory
-from .train.config import TrainConfig
+from .train import TrainConfig
 from .train.data import standard_library_files
 from .train.loop import Run
 from .train.ranks import Ranks

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = options.prompt_file.read_bytes() if options.prompt_file else (options.prompt or "\n").encode()
     if not prompt:
         raise ValueError(f"a prompt must have a byte at least, got the empty {options.prompt_file}")
-    from .train.checkpoint import CheckpointError
+    from .train.folder import CheckpointError
 
     try:
         model = _load(options.model)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def _load(path: Path) -> LongNetLM:
     from ..modules import LongNetLM
     from ..modules.pretrained import WEIGHTS_FILE
-    from .train.checkpoint import find_checkpoint
+    from .train.folder import find_checkpoint
     from .train.loop import model_of
 
     if not path.exists():
@@ -85,32 +85,32 @@ def _load(path: Path) -> LongNetLM:
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `LongNetLM.stream`; what does not go together is an error."""
     names = ("temperature", "top_k", "top_p", "seed")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if given and not options.sample:
         raise ValueError(f"{', '.join(given)} need --sample, which is not given")
     if options.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
-    stop = b"" if options.stop is None else STOPS.get(options.stop, options.stop.encode())
+    stop = () if options.stop is None else tuple(STOPS.get(options.stop, options.stop.encode()))
     if options.stop is not None and len(stop) != 1:
         raise ValueError(f"--stop must be one byte, got {options.stop!r}")
     sampling = {"do_sample": True, "seed": 0, **given} if options.sample else {}
-    return {"stop_tokens": tuple(stop), **sampling}
+    return {"stop_tokens": stop, **sampling}
 
 
 def _write(model: LongNetLM, prompt: bytes, options: argparse.Namespace, how: dict[str, Any]) -> bytes:
     """The new bytes; without --json they are shown as they come."""
     import torch
 
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several bytes
+    decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), bytearray()
 
-    def show(text: str) -> None:
+    def show(part: bytes, end: str = "") -> None:  # of a character that takes several bytes, perhaps
+        text = decoder.decode(part, final=bool(end)) + end
         if not options.json:
             print(text, end="", flush=True)
 
-    show(decoder.decode(prompt))
-    written = bytearray()
+    show(prompt)
     for token in model.stream(torch.tensor([list(prompt)]), options.tokens, **how):
         written += bytes(token.tolist())
-        show(decoder.decode(bytes(token.tolist())))
-    show(decoder.decode(b"", final=True) + "\n")
+        show(bytes(token.tolist()))
+    show(b"", end="\n")
     return bytes(written)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.cli.train.checkpoint import find_checkpoint
-from dilated_attention_pytorch.cli.train.config import TrainConfig
+from dilated_attention_pytorch.cli.train import TrainConfig
+from dilated_attention_pytorch.cli.train.folder import Metrics, find_checkpoint, read_metrics
 from dilated_attention_pytorch.cli.train.loop import Run, StopWish, Summary
-from dilated_attention_pytorch.cli.train.metrics import Metrics, read_metrics
 from dilated_attention_pytorch.cli.train.ranks import Ranks
 
 SMALL: dict[str, Any] = {

@@ -22,7 +22,7 @@ from cli.train.runs import (
     train as train_alone,
     validations,
 )
-from dilated_attention_pytorch.cli.train.config import ConfigError, TrainConfig
+from dilated_attention_pytorch.cli.train import ConfigError, TrainConfig
 from dilated_attention_pytorch.cli.train.loop import train
 from dilated_attention_pytorch.cli.train.ranks import check_ranks
 from support.ranks import run_ranks

@@ -7,14 +7,14 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .config import ConfigError, TrainConfig
+from . import ConfigError, TrainConfig
 
 SNIFFED = 4096  # bytes at either end of a file, by which it is recognised
 
@@ -33,8 +33,6 @@ class Corpus:
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset` on."""
-        if not 0 <= offset <= offset + count <= len(self):
-            raise ValueError(f"bytes must lie in 0 .. {len(self)}, got {offset} .. {offset + count}")
         first, last, parts = self.start + offset, self.start + offset + count, []
         index = bisect_right(self.ends, first)
         while first < last:
@@ -49,29 +47,26 @@ class Corpus:
         read = [torch.frombuffer(bytearray(self.read(x, length)), dtype=torch.uint8) for x in offsets]
         return torch.stack(read).long()
 
-    def cut(self, start: int, stop: int) -> Corpus:
-        """The bytes [start, stop) of these."""
-        return Corpus(self.files, self.ends, self.start + start, self.start + stop)
-
     def digest(self) -> str:
         """Tells whether two corpora are the same: sizes, and the first and last bytes of all files."""
         known = hashlib.sha256(f"{self.start} {self.stop}".encode())
         for path, begin, end in zip(self.files, (0, *self.ends), self.ends, strict=False):
             size = end - begin
             known.update(f" {size} ".encode())
-            known.update(_read_part(path, 0, min(SNIFFED, size)))
-            known.update(_read_part(path, max(0, size - SNIFFED), min(SNIFFED, size)))
+            for offset in (0, max(0, size - SNIFFED)):
+                known.update(_read_part(path, offset, min(SNIFFED, size)))
         return known.hexdigest()
 
 
-def _read_part(path: Path, offset: int, count: int) -> bytes:
+def _read_part(path: Path, offset: int, count: int, *, short: bool = False) -> bytes:
+    """So many bytes of a file, or fewer if it may be `short`."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             read = file.read(count)
     except OSError as error:
         raise ConfigError(f"data must be files that can be read, got {path}: {error.strerror}") from None
-    if len(read) != count:
+    if len(read) != count and not short:
         raise ConfigError(f"files of data must not shrink while they are used, got {path}")
     return read
 
@@ -84,16 +79,13 @@ def open_corpus(paths: Sequence[str], suffixes: Sequence[str] = ()) -> Corpus:
     """
     files = [file for path in paths for file in _files_of(Path(path), suffixes) if file.stat().st_size]
     if not files:
-        raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths) or 'none'}")
+        raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths)}")
     ends = tuple(accumulate(file.stat().st_size for file in files))
     return Corpus(tuple(files), ends, 0, ends[-1])
 
 
 def standard_library_files() -> list[str]:
-    """Text that every machine has: the standard library's modules that are single files, by name.
-
-    None where only bytecode is installed.
-    """
+    """The standard library's modules that are single files, by name; none where only bytecode is there."""
     return sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
@@ -106,13 +98,8 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
     for folder, names, files in os.walk(path):
         names[:] = [name for name in names if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(file for file in found if file.is_file() and _is_text(file, suffixes))
-
-
-def _is_text(file: Path, suffixes: Sequence[str]) -> bool:
-    if suffixes:
-        return file.suffix in suffixes
-    return b"\0" not in _read_part(file, 0, min(SNIFFED, file.stat().st_size))
+    kept = [file for file in found if file.is_file() and (not suffixes or file.suffix in suffixes)]
+    return sorted(file for file in kept if suffixes or b"\0" not in _read_part(file, 0, SNIFFED, short=True))
 
 
 def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
@@ -125,7 +112,7 @@ def split_corpus(config: TrainConfig) -> tuple[Corpus, Corpus]:
         if edge < needed:
             rule = f"data must have two sequences of context_length + 1 = {needed} bytes at least"
             raise ConfigError(f"{rule}, one to train on and one to validate, got {len(corpus)} bytes")
-        train, validation = corpus.cut(0, edge), corpus.cut(edge, len(corpus))
+        train, validation = replace(corpus, stop=edge), replace(corpus, start=edge)
     for name, part in (("data", train), ("validation", validation)):
         if len(part) < needed:
             raise ConfigError(f"{name} must have context_length + 1 = {needed} bytes, got {len(part)}")

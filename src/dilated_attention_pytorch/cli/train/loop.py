@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -21,20 +22,11 @@ from torch.nn import functional as F
 
 from ...modules import LongNetLM
 from ..bench.record import write_text
-from .checkpoint import (
-    CHECKPOINTS,
-    Checkpoint,
-    find_checkpoint,
-    latest_checkpoint,
-    named_checkpoints,
-    save_checkpoint,
-)
-from .config import ConfigError, TrainConfig, changed_settings
+from . import CHANGEABLE, ConfigError, TrainConfig, folder as files
 from .data import batch_at, mix_seed, split_corpus, windows_of
-from .metrics import Metrics
+from .folder import CHECKPOINTS, Checkpoint, Metrics
 from .ranks import Ranks, join_ranks, place_model
 
-CONFIG_FILE = "config.json"
 FIRST_CONTEXT = 64  # bytes of context up to which all positions count as one class
 
 
@@ -100,6 +92,15 @@ class Run:
         self.validation: dict[str, Any] | None = None
         self._digest = [self.train_data.digest(), self.validation_data.digest()]
 
+    @property
+    def size(self) -> str:
+        """Of the model, the ranks and the data, in words."""
+        ranks, parameters = self.ranks, sum(x.numel() for x in self.model.parameters())
+        rings = f", {ranks.size} ranks in {ranks.num_rings} ring(s) of {ranks.ring_size}"
+        where = ranks.device.type + (rings if ranks.size > 1 else "")
+        data = f"{len(self.train_data):,} bytes, {len(self.validation_data):,} to validate"
+        return f"{parameters:,} parameters on {where}; {data}"
+
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by name; what is written into them changes the run."""
         named = model_tensors(self.model)
@@ -110,7 +111,7 @@ class Run:
 
     def resume(self) -> list[str]:
         """Goes on from the newest whole checkpoint, if there is any; tells what is wrong with newer ones."""
-        checkpoint, problems = latest_checkpoint(self.folder / CHECKPOINTS, self.ranks)
+        checkpoint, problems = files.latest_checkpoint(self.folder / CHECKPOINTS, self.ranks)
         if checkpoint is not None:
             self.load(checkpoint)
         return problems
@@ -118,8 +119,11 @@ class Run:
     def load(self, checkpoint: Checkpoint) -> None:
         """Goes back to a checkpoint, which must be one of the same settings and data."""
         before = TrainConfig.from_dict(checkpoint.facts["config"], str(checkpoint.path))
-        if changed := changed_settings(before, self.config):
-            raise ConfigError(f"a run must go on with its settings, got changes of {'; '.join(changed)}")
+        pairs = [(x.name, getattr(before, x.name), getattr(self.config, x.name)) for x in fields(before)]
+        changed = [(name, old, new) for name, old, new in pairs if old != new and name not in CHANGEABLE]
+        if changed:
+            told = "; ".join(f"{name}: {old!r}, now {new!r}" for name, old, new in changed)
+            raise ConfigError(f"a run must go on with its settings, got changes of {told}")
         if checkpoint.facts["data"] != self._digest:
             raise ConfigError("a run must go on with its data, got other files than those of the checkpoint")
         checkpoint.load(self.tensors())
@@ -134,12 +138,15 @@ class Run:
             self.take_step()
             is_last = self.step == config.steps
             is_interrupted = self.ranks.any(stop.is_made) and not is_last
-            if is_last or _is_due(self.step, config.validate_every):
+            if is_last or self._is_due(config.validate_every):
                 self.validate()
-            if is_last or is_interrupted or _is_due(self.step, config.checkpoint_every):
+            if is_last or is_interrupted or self._is_due(config.checkpoint_every):
                 self.save()
         loss = None if math.isnan(self.loss) else self.loss
         return Summary(self.step, config.steps, loss, self.validation, is_interrupted)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     def save(self) -> None:
         """Writes a checkpoint of the last step."""
@@ -147,7 +154,7 @@ class Run:
             self.metrics.sync()
         facts = {"config": asdict(self.config), "data": self._digest, "ranks": self.ranks.size}
         folder, keep = self.folder / CHECKPOINTS, self.config.keep_checkpoints
-        save_checkpoint(folder, self.ranks, self.step, self.tensors(), facts, keep)
+        files.save_checkpoint(folder, self.ranks, self.step, self.tensors(), facts, keep)
 
     def take_step(self) -> None:
         """Trains on the batch of the next step."""
@@ -241,10 +248,12 @@ def _train(
     config: TrainConfig, folder: Path, ranks: Ranks, stop: StopWish, resume: bool, progress: IO[str] | None
 ) -> Summary:
     """A function of its own, so that the model is gone before the group of the ranks is."""
-    if not resume and named_checkpoints(folder / CHECKPOINTS):
+    if not resume and files.named_checkpoints(folder / CHECKPOINTS):
         raise ConfigError(f"out must be the folder of a new run unless --resume goes on, got {folder}")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out must be a folder, got the file {folder}")
+    if config.tensorboard:
+        import_module(files.TENSORBOARD)
     run = Run(config, folder, ranks)
     problems = run.resume() if resume else []
     folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
@@ -252,8 +261,11 @@ def _train(
         return run.train(stop)
     run.metrics = metrics = Metrics(folder, config, run.step, progress)
     try:
-        write_text(folder / CONFIG_FILE, config.to_json())
-        metrics.say(_greeting(run, problems))
+        write_text(folder / "config.json", config.to_json())
+        for problem in problems:
+            metrics.say(f"warning: {problem}; it was set aside, and an older checkpoint is used")
+        metrics.say(run.size)
+        metrics.say(f"from step {run.step} of {config.steps}" if run.step else f"{config.steps} steps")
         summary = run.train(stop)
         end = f"done: {summary.steps} steps, saved in {folder}"
         if summary.is_interrupted:
@@ -262,17 +274,6 @@ def _train(
         return summary
     finally:
         metrics.close()
-
-
-def _greeting(run: Run, problems: list[str]) -> str:
-    ranks, sizes = run.ranks, (len(run.train_data), len(run.validation_data))
-    parameters, where = sum(x.numel() for x in run.model.parameters()), ranks.device.type
-    if ranks.size > 1:
-        where += f", {ranks.size} ranks in {ranks.num_rings} ring(s) of {ranks.ring_size}"
-    lines = [f"warning: {each}; it was set aside, and an older checkpoint is used" for each in problems]
-    lines.append(f"{parameters:,} parameters on {where}; {sizes[0]:,} bytes, {sizes[1]:,} to validate")
-    lines.append(f"from step {run.step} of {run.config.steps}" if run.step else f"{run.config.steps} steps")
-    return "\n".join(lines)
 
 
 def make_model(config: TrainConfig) -> LongNetLM:
@@ -308,7 +309,7 @@ def load_model(path: Path | str) -> LongNetLM:
 
     Of a run it is the newest checkpoint that is whole. `save_pretrained` of the model writes it for others.
     """
-    return model_of(find_checkpoint(Path(path))[0])
+    return model_of(files.find_checkpoint(Path(path))[0])
 
 
 def model_of(checkpoint: Checkpoint) -> LongNetLM:
@@ -336,7 +337,3 @@ def context_classes(length: int) -> list[tuple[int, int]]:
     while edges[-1] < length:
         edges.append(min(length, max(FIRST_CONTEXT, 2 * edges[-1])))
     return list(pairwise(edges))
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

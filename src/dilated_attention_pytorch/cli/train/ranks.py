@@ -19,8 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...modules import LongNetLM
 from ...modules.ring import RingModule, RingOptions
-from ...ring import shard_bounds, shard_sequence
-from .config import RING_KINDS, ConfigError, TrainConfig
+from ...ring import shard_bounds
+from . import RING_KINDS, ConfigError, TrainConfig
 
 _T = TypeVar("_T")
 
@@ -49,15 +49,12 @@ class Ranks:
 
     def shard(self, rows: Tensor) -> Tensor:
         """This rank's shard of sequences (b, n) that its ring shares, on its device."""
-        if self.mesh is not None and self.ring_size > 1:
-            rows = shard_sequence(rows, group=self.mesh["ring"])
-        return rows.to(self.device)
+        start, stop = self.bounds(rows.shape[1])
+        return rows[:, start:stop].to(self.device)
 
     def bounds(self, n: int) -> tuple[int, int]:
         """Where this rank's shard of n tokens begins and ends."""
-        if self.mesh is None or self.ring_size == 1:
-            return 0, n
-        return shard_bounds(n, self.mesh["ring"])
+        return (0, n) if self.mesh is None else shard_bounds(n, self.mesh["ring"])
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -120,8 +117,9 @@ def check_ranks(config: TrainConfig, size: int, ring: int) -> None:
         rule = "accumulation times the number of rings must divide batch_size"
         raise ConfigError(f"{rule}, got {config.accumulation}, {size // ring} and {config.batch_size}")
     if config.context_length < ring:
-        numbers = f"{ring} ranks and {config.context_length}"
-        raise ConfigError(f"a rank must have a byte of each sequence, got {numbers}")
+        raise ConfigError(
+            f"a rank must have a byte of each sequence, got {ring} ranks and {config.context_length}"
+        )
 
 
 def choose_device(name: str) -> torch.device:

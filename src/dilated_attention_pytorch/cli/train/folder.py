@@ -1,7 +1,8 @@
-"""Checkpoints of a run: a file each, written whole or not at all, checked when read, the previous one kept.
+"""What a run keeps in its folder: metrics, a line of JSON a step, and checkpoints, a file each.
 
-A file is what `torch.save` writes: an archive with a checksum for each of its parts. The first rank writes
-it, and any number of ranks reads it, with `weights_only`: no code of a file is run.
+A checkpoint is written whole or not at all, checked when it is read, and the one before is kept. Its file is
+what `torch.save` writes: an archive with a checksum for each of its parts. The first rank writes it, and any
+number of ranks reads it, with `weights_only`: no code of a file is run.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
 from lzma import LZMAError
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -23,10 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...checks import parse_json
+from ...modules.state_dicts import replacing
+from ..bench.record import write_text
+from . import TrainConfig
 from .ranks import Ranks
 
 FORMAT = 2
 CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD = "torch.utils.tensorboard"  # which needs the package tensorboard, an extra
 _OF_ARCHIVES = (UnpicklingError, BadZipFile, EOFError, LZMAError, zlib.error)
 # What files of others may lead to.
 MALFORMED = (OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError, *_OF_ARCHIVES)
@@ -87,17 +97,10 @@ def save_checkpoint(
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(".step-*.partial"):  # of a run that was killed while it wrote
+    for left in path.parent.glob(".step-*"):  # of a run that was killed while it wrote
         left.unlink()
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as new, open(new, "wb") as file:
+        torch.save(content, file)
     if os.name != "nt":  # where folders cannot be opened
         opened = os.open(path.parent, os.O_RDONLY)
         try:
@@ -180,3 +183,74 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class Metrics:
+    """Writes metrics.jsonl in the folder of a run, and progress to `stream`; only the first rank has one.
+
+    When a run goes on from `step`, what an earlier process told of later steps is forgotten, so that the file
+    has each step once. On a terminal the line of progress is drawn over the one before.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, step: int, stream: IO[str] | None = None) -> None:
+        self.config, self.stream = config, sys.stderr if stream is None else stream
+        self.is_live = self.stream.isatty()
+        self.events: Any = None
+        if config.tensorboard:
+            writer = import_module(TENSORBOARD).SummaryWriter
+            self.events = writer(str(folder / "tensorboard"), purge_step=step + 1)
+        kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
+        write_text(folder / METRICS_FILE, "".join(kept))
+        self.file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
+        self.begin, self.tokens = time.perf_counter(), 0
+
+    def tell_step(self, step: int, loss: float, rate: float, norm: float, seconds: float) -> None:
+        """After optimiser step `step`, counted from 1, which took `seconds`."""
+        config = self.config
+        tokens = config.batch_size * config.context_length
+        self.tokens += tokens
+        figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        speed = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        self._write({"step": step, **figures, **speed}, {f"train/{name}": x for name, x in figures.items()})
+        if step % config.log_every == 0 or step == config.steps or self.is_live:
+            pace = self.tokens / (time.perf_counter() - self.begin)
+            left = timedelta(seconds=round((config.steps - step) * tokens / pace))
+            clock = str(left).removeprefix("0:").removeprefix("0")
+            text = f"step {step}/{config.steps}  loss {loss:.4f}  {pace:,.0f} tokens/s  {clock} left"
+            self.say(text, end="" if self.is_live else "\n")  # messages push the one live line up
+
+    def tell_validation(self, step: int, result: dict[str, Any]) -> None:
+        bits = result["bits_per_byte"]
+        self._write({"step": step, "validation": result}, {"validation/bits_per_byte": bits})
+        classes = ", ".join(f"{name}: {value:.3f}" for name, value in result["by_context"].items())
+        self.say(f"step {step}: validation {bits:.4f} bits per byte (by context {classes})")
+
+    def say(self, text: str, end: str = "\n") -> None:
+        print(f"\r\033[K{text}" if self.is_live else text, end=end, file=self.stream, flush=True)
+
+    def sync(self) -> None:
+        """Before a checkpoint is written: the lines that lead to it are on the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
+        if self.is_live:
+            self.stream.write("\n")
+
+    def _write(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
+        print(json.dumps(line), file=self.file, flush=True)
+        for name, value in scalars.items() if self.events is not None else ():
+            self.events.add_scalar(name, value, line["step"])
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; one that was cut off by the end of its process is left out."""
+    path, lines = folder / METRICS_FILE, []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(parse_json(line))
+        except ValueError:
+            continue
+    return lines
