@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..spec import Execution, branches_for
 from .bench import gate
 from .bench.measure import interleave
 from .bench.record import check_places, write_text
-from .gpu_check import attempt
+from .gpu_check import attempt, choose_gpu
 from .text import paint
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
@@ -33,12 +35,13 @@ Call = Callable[[], list[Tensor]]
 
 def run(options: Namespace) -> int:
     """Tunes what can run, each setting stored when it is known; 1 where nothing could be timed."""
-    device = torch.device("cpu" if interprets() else options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("autotune needs a GPU, and torch finds none; TRITON_INTERPRET=1 rehearses it")
+    device = choose_gpu("autotune", options.device)
     settings = _settings(device, options)
     name = tuned.device_name(device)
-    file = _prepared(name)
+    file = tuned.tuning_file(name)
+    if file is not None:  # it is found out to be writable before anything is timed
+        file.parent.mkdir(parents=True, exist_ok=True)
+        check_places(file)
     print(paint(f"{name}: {len(settings)} settings", "bold"), "(queries x keys, warps, stages)")
     done = 0
     try:
@@ -59,36 +62,23 @@ def _settings(device: torch.device, options: Namespace) -> list[tuple[str, int, 
     dtypes = options.dtypes or (("float32",) if interprets() else tuple(tuned.DTYPES))
     head_dims = options.head_dims or (HEAD_DIMS[:1] if interprets() else HEAD_DIMS)
     found = list[tuple[str, int, Pass]]()
-    for dtype in dtypes:
-        for d in head_dims:
-            reason = triton.why_not(Request(device, getattr(torch, dtype), head_dim=d))
-            found += [] if reason else [(dtype, d, which) for which in tuned.PASSES]
-            if reason:
-                print(f"{dtype}, head size {d}: {reason}")
+    for dtype, d in product(dtypes, head_dims):
+        reason = triton.why_not(Request(device, getattr(torch, dtype), head_dim=d))
+        found += [] if reason else [(dtype, d, which) for which in tuned.PASSES]
+        if reason:
+            print(f"{dtype}, head size {d}: {reason}")
     if not found:
         raise ValueError(f"the triton kernel can run none of what is asked for: {reason}")
     return found
 
 
-def _prepared(name: str) -> Path | None:
-    """The file that results go to, which is found out to be writable before anything is timed."""
-    file = tuned.tuning_file(name)
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        check_places(file)
-    return file
-
-
 def store(file: Path, name: str, result: Result) -> None:
     """Adds a result to those of its device, or replaces it; what is out of date or damaged goes."""
-    try:
+    devices: dict[str, Any] = {}
+    kept: list[Result] = []
+    with suppress(OSError, ValueError):
         devices = tuned.read_document(file)
-    except (OSError, ValueError):
-        devices = {}
-    try:
         kept = tuned.read_results(devices, name)
-    except ValueError:
-        kept = []
     results = [*(x for x in kept if x[:3] != result[:3]), result]
     devices[name] = {"made_with": tuned.made_with(), "results": [x._asdict() for x in results]}
     write_text(file, json.dumps({"format": tuned.FORMAT, "devices": devices}, indent=1) + "\n")
@@ -144,7 +134,8 @@ def _right_ones(
 def _run(device: torch.device, which: Pass, blocks: Blocks, call: Call) -> list[Tensor]:
     with tuned.trying(which, blocks):
         found = call()
-    _synchronize(device)  # so that what fails on the GPU fails here
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # so that what fails on the GPU fails here
     return found
 
 
@@ -163,8 +154,3 @@ def _make_call(device: torch.device, which: Pass, dtype: str, d: int) -> Call:
     leaves = [x.requires_grad_() for x in inputs]
     out = attend(*leaves)
     return lambda: list(torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -3,6 +3,7 @@ against its definition."""
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from ..kernels.triton.tuning import Blocks
 from ..reference import block_sparse_attention_reference, dilated_attention_reference
 from ..spec import Execution, SparsePatternConfig
 from .bench import gate
-from .bench.exactness import Check, run_checks
+from .bench.exactness import HEADS, LENGTH, Check, run_checks
 from .bench.measure import machine_facts
 from .text import paint, print_json, show_bytes
 
@@ -37,7 +38,7 @@ OPTIONAL = {
     "transformers": "this attention inside Hugging Face models",
     "triton": "this library's kernel for GPUs; torch.compile there",
 }
-LENGTH, HEADS, HEAD_DIM, BLOCK = 151, 4, 16, 16
+BLOCK = 16
 # Long enough for kernels that take all branches of a query at once.
 BRANCHES: dict[str, Any] = {"segment_lengths": (64, 128), "dilation_rates": (1, 4), "is_causal": True}
 Attend = Callable[..., Any]
@@ -52,21 +53,31 @@ def run(options: Namespace) -> int:
     if options.json:
         checks = list(run_all_checks())
         passed = all(check.passed for check in checks)
-        shown = [{**asdict(check), "passed": check.passed} for check in checks]
-        print_json({**facts, "self_check": shown, "passed": passed, **kept()})
+        print_json({**facts, "self_check": checks_as_dicts(checks), "passed": passed, **kept()})
         return 0 if passed else 1
     for title, lines in describe(facts).items():
         _print_section(title, lines)
-    passed = _show_checks(run_all_checks())
+    print()
+    checks = show_checks(run_all_checks())
+    if failed := sum(not check.passed for check in checks):
+        print(
+            paint(f"\n{failed} of {len(checks)} checks failed: do not trust results on this machine.", "red")
+        )
+    else:
+        print(paint(f"\nAll {len(checks)} checks passed.", "green"))
     pool, cache = kept().values()
     held = f"{show_bytes(pool['total_allocated'])}, at most {show_bytes(pool['max_bytes'])}"
+    plans = f"{cache['size']} plans of {show_bytes(cache['bytes'])}, at most {cache['max_size']} plans"
     values = {
         "memory pool": f"{held}; {pool['reuse_rate']:.0%} of requests reused memory",
-        "pattern cache": f"{cache['size']} plans of {show_bytes(cache['bytes'])}, "
-        f"at most {cache['max_size']} plans",
+        "pattern cache": plans,
     }
     _print_section("\nkept by this process after the checks", _pairs(values))
-    return 0 if passed else 1
+    return 1 if failed else 0
+
+
+def checks_as_dicts(checks: Iterable[Check]) -> list[dict[str, Any]]:
+    return [{**asdict(check), "passed": check.passed} for check in checks]
 
 
 def collect_facts() -> dict[str, Any]:
@@ -175,38 +186,48 @@ def run_all_checks() -> Iterator[Check]:
     for title, (dtype, request, execution) in executions.items():
         attend = partial(functional.dilated_attention, **BRANCHES, execution=execution)
         define = partial(dilated_attention_reference, **BRANCHES)
-        yield _compare(title, dtype, request.device, attend, define)
+        yield compare(title, dtype, request.device, attend, define)
     config = SparsePatternConfig("local_window", 0.4, BLOCK)
     pattern = block_sparse.build_block_pattern(config, LENGTH, HEADS, is_causal=True)
     attend = partial(block_sparse.block_sparse_attention, pattern=pattern, is_causal=True)
     define = partial(block_sparse_attention_reference, mask=pattern.to_dense(), is_causal=True)
-    yield _compare("block-sparse pattern", "float64", CPU, attend, define)
+    yield compare("block-sparse pattern", "float64", CPU, attend, define)
 
 
-def _compare(title: str, dtype: str, device: torch.device, attend: Attend, define: Attend) -> Check:
+def compare(
+    title: str,
+    dtype: str,
+    device: torch.device,
+    attend: Attend,
+    define: Attend,
+    *,
+    kv_heads: int = HEADS,
+    d: int = 16,
+) -> Check:
     """A call and its gradients on a device against the definition in float64 of the same inputs."""
-    inputs, grad_out = gate.make_inputs((1, LENGTH, HEADS, HEAD_DIM), dtype, backward=True)
-    forward, *gradients = gate.compare(
-        lambda *tensors: attend(*(x.to(device) for x in tensors)).cpu(), define, inputs, grad_out
-    )
-    return Check(title, forward, max(gradients), gate.TOLERANCES[dtype])
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(1, LENGTH, h, d) for h in (HEADS, kv_heads, kv_heads, HEADS)]
+    *inputs, grad_out = (torch.randn(x, generator=rng).to(getattr(torch, dtype)) for x in shapes)
+    errors = gate.compare(lambda *x: attend(*(y.to(device) for y in x)).cpu(), define, inputs, grad_out)
+    out, gradients = (
+        math.nan if x == math.inf else x for x in (errors[0], max(errors[1:]))
+    )  # of lost numbers
+    return Check(title, out, gradients, gate.TOLERANCES[dtype])
 
 
-def _show_checks(checks: Iterable[Check]) -> bool:
+def show_checks(checks: Iterable[Check]) -> list[Check]:
     """One line a check as it ends; the largest errors against what is tolerated."""
-    print(paint("\nself-check against the definition", "bold"), "(largest errors: forward, gradients)")
-    passed = []
+    print(paint("against the definition", "bold"), "(largest errors: forward, gradients)")
+    done = []
     for check in checks:
-        passed.append(check.passed)
-        mark = paint("ok  ", "green") if check.passed else paint("FAIL", "red")
+        done.append(check)
         errors = f"{check.forward_error:.0e}, {check.gradient_error:.0e} (at most {check.tolerance:.0e})"
-        print(f"  {mark} {check.title:<32} {errors}", flush=True)
-    failed, total = passed.count(False), len(passed)
-    if failed:
-        print(paint(f"\n{failed} of {total} checks failed: do not trust results on this machine.", "red"))
-    else:
-        print(paint(f"\nAll {total} checks passed.", "green"))
-    return not failed
+        print(f"  {mark(check.passed)} {check.title:<48} {errors}", flush=True)
+    return done
+
+
+def mark(passed: bool) -> str:
+    return paint("ok  ", "green") if passed else paint("FAIL", "red")
 
 
 def describe(facts: Mapping[str, Any]) -> dict[str, Iterable[str]]:
@@ -231,11 +252,10 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Iterable[str]]:
 
 
 def _why_no_gpu() -> str:
-    built_for = torch.version.cuda or torch.version.hip
-    if built_for is None:
-        return "this torch is built for the CPU alone"
-    kind = "CUDA" if torch.version.cuda else "ROCm"
-    return f"this torch is built for {kind} {built_for} and finds no device"
+    for kind, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
+        if version is not None:
+            return f"this torch is built for {kind} {version} and finds no device"
+    return "this torch is built for the CPU alone"
 
 
 def _describe_machine(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,28 +275,32 @@ def _describe_machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_kernels(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """One line for all dtypes of a device of which the same can be said."""
-    told: dict[tuple[str, str, str], list[str]] = {}
+def _by_dtype(told: Iterable[tuple[str, str, str, str]]) -> list[str]:
+    """Lines of (name, device, dtype, word): one for all dtypes of a device of which the same can be said."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, device, dtype, word in told:
+        alike.setdefault((name, device, word), []).append(dtype)
+    return [f"{name:<16} {device}, {' '.join(x)}: {word}" for (name, device, word), x in alike.items()]
+
+
+def _describe_kernels(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    told = []
     for entry in entries:
         word = "can run when named" if entry["why_not"] is None else f"cannot: {entry['why_not']}"
         word = "taken by auto" if entry["chosen"] else word
-        told.setdefault((entry["kernel"], entry["device"], word), []).append(entry["dtype"])
-    return (f"{kernel:<16} {device}, {' '.join(x)}: {word}" for (kernel, device, word), x in told.items())
+        told.append((entry["kernel"], entry["device"], entry["dtype"], word))
+    return _by_dtype(told)
 
 
 def _describe_blocks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Iterable[str]]:
-    """Blocks by head size, where the triton kernel can run: one line for all dtypes that have the same."""
+    """Blocks by head size, where the triton kernel can run."""
     by_size: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for entry in entries:
         word = f"{Blocks(*entry['blocks'])} {'tuned here' if entry['tuned'] else 'shipped'}"
         sizes = by_size.setdefault((entry["pass"], entry["device"], entry["dtype"]), {})
         sizes.setdefault(word, []).append(str(entry["head_dim"]))
-    told: dict[tuple[str, str, str], list[str]] = {}
-    for (which, device, dtype), sizes in by_size.items():
-        line = "; ".join(f"{' '.join(d)}: {word}" for word, d in sizes.items())
-        told.setdefault((which, device, line), []).append(dtype)
-    lines = [f"{which:<16} {device}, {' '.join(x)}: {line}" for (which, device, line), x in told.items()]
+    words = ["; ".join(f"{' '.join(d)}: {word}" for word, d in sizes.items()) for sizes in by_size.values()]
+    lines = _by_dtype((*key, word) for key, word in zip(by_size, words, strict=True))
     return {"blocks of triton, by head size (queries x keys, warps, stages)": lines} if lines else {}
 
 

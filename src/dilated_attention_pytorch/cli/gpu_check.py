@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from ..reference import block_sparse_attention_reference, dilated_attention_refe
 from ..spec import Execution, SparsePatternConfig, branches_for
 from .bench import gate
 from .bench.exactness import CONFIGURATIONS, HEADS, LENGTH, Check
-from .doctor import collect_facts
+from .doctor import checks_as_dicts, collect_facts, compare, mark, show_checks
 from .text import paint, show_bytes, show_seconds
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -38,20 +37,12 @@ _T = TypeVar("_T")
 
 def run(options: Namespace) -> int:
     """Checks, repeats and times; 1 if anything is wrong, 2 where there is nothing to check on."""
-    device = torch.device("cpu" if interprets() else options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("gpu-check needs a GPU, and torch finds none; TRITON_INTERPRET=1 rehearses it")
+    device = choose_gpu("gpu-check", options.device)
     report: dict[str, Any] = {"facts": collect_facts(), "device": str(device)}
-    checks = []
-    print(paint("against the definition", "bold"), "(largest errors: forward, gradients)")
-    for check in _checks(device, options.quick):
-        checks.append(check)
-        mark = paint("ok  ", "green") if check.passed else paint("FAIL", "red")
-        print(f"  {mark} {check.title:<58} {check.forward_error:.0e}, {check.gradient_error:.0e}", flush=True)
-    report["checks"] = [{**asdict(check), "passed": check.passed} for check in checks]
+    checks = show_checks(_checks(device, options.quick))
+    report["checks"] = checks_as_dicts(checks)
     report["repeats"] = _repeats(device, 2048 if device.type == "cuda" else 64)
-    same = paint("ok  ", "green") if report["repeats"] else paint("FAIL", "red")
-    print(f"  {same} the same bits twice")
+    print(f"  {mark(report['repeats'])} the same bits twice")
     if device.type == "cuda":
         report["times"] = list(_times(device, options.quick))
     else:
@@ -59,6 +50,14 @@ def run(options: Namespace) -> int:
     options.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
     print(f"report: {options.out}")
     return 0 if report["repeats"] and all(check.passed for check in checks) else 1
+
+
+def choose_gpu(command: str, name: str) -> torch.device:
+    """The device of that name, or the CPU where Triton interprets its programs."""
+    device = torch.device("cpu" if interprets() else name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{command} needs a GPU, and torch finds none; TRITON_INTERPRET=1 rehearses it")
+    return device
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
@@ -69,19 +68,22 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
 
 def _checks(device: torch.device, quick: bool) -> Iterator[Check]:
     """Every option in every dtype, kernel and some head sizes, then a block pattern."""
-    for title, given in CONFIGURATIONS:
-        if quick and title not in QUICK:
-            continue
-        for dtype in DTYPES[-1:] if quick else DTYPES:
-            for kernel in _kernels(device, getattr(torch, dtype)):
-                for d in HEAD_DIMS[1:2] if quick else HEAD_DIMS:
-                    name = f"{title}, {kernel.name}, {dtype}, head size {d}"
-                    yield _check(name, device, dtype, d, kernel.name, given)
+    configurations = [each for each in CONFIGURATIONS if not quick or each[0] in QUICK]
+    dtypes, head_dims = (DTYPES[-1:], HEAD_DIMS[1:2]) if quick else (DTYPES, HEAD_DIMS)
+    for (title, options), dtype in product(configurations, dtypes):
+        given = {name: value for name, value in options.items() if name != "num_kv_heads"}
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        define = partial(dilated_attention_reference, **given)
+        for kernel, d in product(_kernels(device, getattr(torch, dtype)), head_dims):
+            attend = partial(dilated_attention, **moved, execution=Execution(kernel.name))
+            sizes = {"kv_heads": options.get("num_kv_heads", HEADS), "d": d}
+            name = f"{title}, {kernel.name}, {dtype}, head size {d}"
+            yield compare(name, dtype, device, attend, define, **sizes)
     pattern = build_block_pattern(SparsePatternConfig("local_window", 0.4, 32), LENGTH, HEADS, is_causal=True)
     how: dict[str, Any] = {"is_causal": True, "execution": Execution("triton")}
     attend = partial(block_sparse_attention, pattern=pattern, **how)
     define = partial(block_sparse_attention_reference, mask=pattern.to_dense(), is_causal=True)
-    yield _compare("block pattern, triton, float16", device, "float16", (HEADS, HEADS), 64, attend, define)
+    yield compare("block pattern, triton, float16", "float16", device, attend, define, d=64)
     for last in (1, 20):
         yield _decode(f"the newest {last} of {LENGTH} tokens, triton, float16", device, last)
 
@@ -97,33 +99,6 @@ def _decode(title: str, device: torch.device, last: int) -> Check:
         got = attend(*(x.to(device) for x in (q[:, -last:], k, v))).cpu()
         want = gate.call(define, [x.double() for x in (q, k, v)], None)[0][:, -last:]
     return Check(title, gate.largest_error(got, want), 0.0, gate.TOLERANCES["float16"])
-
-
-def _check(
-    title: str, device: torch.device, dtype: str, d: int, kernel: str, options: dict[str, Any]
-) -> Check:
-    given = {name: value for name, value in options.items() if name != "num_kv_heads"}
-    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
-    attend = partial(dilated_attention, **moved, execution=Execution(kernel))
-    heads = HEADS, options.get("num_kv_heads", HEADS)
-    return _compare(title, device, dtype, heads, d, attend, partial(dilated_attention_reference, **given))
-
-
-def _compare(
-    title: str,
-    device: torch.device,
-    dtype: str,
-    heads: tuple[int, int],
-    d: int,
-    attend: Callable[..., Any],
-    define: Callable[..., Any],
-) -> Check:
-    rng = torch.Generator().manual_seed(0)
-    shapes = [(1, LENGTH, h, d) for h in (heads[0], heads[1], heads[1], heads[0])]
-    *inputs, grad_out = (torch.randn(x, generator=rng).to(getattr(torch, dtype)) for x in shapes)
-    errors = gate.compare(lambda *x: attend(*(y.to(device) for y in x)).cpu(), define, inputs, grad_out)
-    found = [math.nan if error == math.inf else error for error in (errors[0], max(errors[1:]))]
-    return Check(title, found[0], found[1], gate.TOLERANCES[dtype])
 
 
 def _repeats(device: torch.device, n: int) -> bool:
@@ -143,14 +118,12 @@ def _times(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
         shape = 1, n, TIMED_HEADS, TIMED_HEAD_DIM
         inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
         for name, attend in _candidates(n).items():
-            found = attempt(partial(_time, attend, inputs))
-            entry: dict[str, Any] = {"n": n, "candidate": name}
-            entry |= {"error": found} if isinstance(found, str) else found
-            shown = entry.get("error") or ", ".join(
-                [*(show_seconds(entry[x]) for x in ("forward", "both")), show_bytes(entry["memory"])]
-            )
+            found = shown = attempt(partial(_time, attend, inputs))
+            if not isinstance(found, str):
+                seconds = (show_seconds(found[x]) for x in ("forward", "both"))
+                shown = ", ".join([*seconds, show_bytes(found["memory"])])
             print(f"  {n:>7} {name:<24} {shown}", flush=True)
-            yield entry
+            yield {"n": n, "candidate": name, **({"error": found} if isinstance(found, str) else found)}
 
 
 def attempt(work: Callable[[], _T]) -> _T | str:
