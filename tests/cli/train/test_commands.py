@@ -148,6 +148,9 @@ def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["train", text, "--out", out, *flags(steps=1)]) == 0
     assert main(["train", text, "--out", out, *flags(steps=1)]) == 2
     assert "unless --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--steps", "many"])
+    assert stopped.value.code == 2
 
 
 def test_tensorboard_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,8 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "a training config") -> TrainConfig:
         """The config of a mapping; absent fields have their defaults, and unknown keys are an error."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source} must be a JSON object, got {type(values).__name__}")
         if unknown := sorted(set(values) - {each.name for each in fields(cls)}):
             raise ConfigError(f"{source} must hold known settings only, got {', '.join(unknown)}")
         return cls(**values)
