@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.modules.dense import DenseAttention
+from dilated_attention_pytorch.modules.attention import DenseAttention
 from dilated_attention_pytorch.modules.multihead import MultiheadModule
 from support.tolerances import assert_close, assert_same_gradients
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dilated_attention_pytorch import shard_sequence
 from dilated_attention_pytorch.modules import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
-from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
+from dilated_attention_pytorch.modules.longnet import magneto_gamma
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients

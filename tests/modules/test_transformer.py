@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
+from dilated_attention_pytorch.modules.longnet import magneto_gamma
 from dilated_attention_pytorch.modules.transformer import (
     ACTIVATIONS,
     DilatedTransformerDecoderLayer,

@@ -22,7 +22,15 @@ from ..checks import (
 )
 from ..decode import DilatedKVCache
 from ..spec import resolve_branches
-from .attention import AttentionModule, DilatedAttention, ImprovedDilatedAttention
+from .attention import (
+    AttentionModule,
+    Branch,
+    Device,
+    DilatedAttention,
+    Dtype,
+    ImprovedDilatedAttention,
+    Mask,
+)
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .call_checks import (
     OF_HEADS,
@@ -34,11 +42,9 @@ from .call_checks import (
     warn_isolated_cache,
 )
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
-from .ring import RingDilatedAttentionV2, check_together, raise_together
-from .state_dicts import load_torch_weights, regroup_projections
+from .pretrained import load_torch_weights, regroup_projections
+from .ring import RingDilatedAttentionV2, check_together
 
-Device = torch.device | str | None
-Dtype = torch.dtype | None
 _FIXED = ("attention", "fused_qkv", "positions")  # arguments of `MultiheadModule` that a kind decides
 POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
 
@@ -129,17 +135,17 @@ class MultiheadModule(nn.Module):
     def forward(
         self,
         query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
+        key: Mask = None,
+        value: Mask = None,
+        key_padding_mask: Mask = None,
         need_weights: bool = False,
-        attn_mask: Tensor | None = None,
+        attn_mask: Mask = None,
         is_causal: bool = False,
         *,
-        positions: Tensor | None = None,
+        positions: Mask = None,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        lengths: Sequence[int] | Mask = None,
+    ) -> tuple[Tensor, Mask]:
         """query, key and value (b, n, embed_dim) -> (out (b, n, embed_dim), weights (b, n, n) or None).
 
         Args:
@@ -173,7 +179,7 @@ class MultiheadModule(nn.Module):
         weights = self._weights(q, k, is_causal, attend) if need_weights else None
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
-    def check_call(self, query: Tensor, key: Tensor | None = None, **given: Any) -> None:
+    def check_call(self, query: Tensor, key: Mask = None, **given: Any) -> None:
         """Raises what `forward` would, so that none of several caches takes tokens unless all can."""
         key = query if key is None else key
         check_call(self, Call(query, key, key, **given, batch_first=self.batch_first))
@@ -182,10 +188,10 @@ class MultiheadModule(nn.Module):
         self,
         query: Tensor,
         rows: Sequence[int] | Tensor,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
-        positions: Tensor | None = None,
+        positions: Mask = None,
     ) -> Tensor:
         """The probabilities with which positions `rows` of query attend to every key: (b, h, len(rows), n).
 
@@ -255,7 +261,7 @@ class MultiheadModule(nn.Module):
         weights, bias = torch.split(self.qkv_proj.weight, self._qkv_sizes), self.qkv_proj.bias
         return list(weights), [bias] * 3 if bias is None else list(torch.split(bias, self._qkv_sizes))
 
-    def _heads(self, call: Call, attend: Tensor | None) -> list[Tensor]:
+    def _heads(self, call: Call, attend: Mask) -> list[Tensor]:
         """Projected heads with their positions."""
         ring = self.attention.ring if self.is_sharded else None
         own = None if self.positions is None else call.own_positions(ring)
@@ -269,7 +275,7 @@ class MultiheadModule(nn.Module):
                 q, k = self.positions(q, k, chosen)
         except Exception as error:
             if ring is not None:  # or the other processes would wait for this one, and meet its next call
-                raise_together(ring, error)
+                check_together(ring, partial(_raise, error))
             raise
         return [q, k, v]
 
@@ -290,7 +296,7 @@ class MultiheadModule(nn.Module):
         heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
         return heads if self.batch_first else [x.transpose(0, 1) for x in heads]
 
-    def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Mask]:
         """Queries and keys whose probabilities can be told, and which keys are attended."""
         attend = check_call(self, call)
         if not isinstance(self.attention, DilatedAttention):
@@ -300,11 +306,11 @@ class MultiheadModule(nn.Module):
         q, k, _ = self._heads(call, attend)
         return q, k, attend
 
-    def _rows(self, q: Tensor, k: Tensor, rows: Any, is_causal: bool, attend: Tensor | None) -> Tensor:
+    def _rows(self, q: Tensor, k: Tensor, rows: Any, is_causal: bool, attend: Mask) -> Tensor:
         of_spec = {name: getattr(self.attention.spec, name) for name in (*OF_SPEC, "tail")}
         return attention_rows(q, k, rows, **of_spec, is_causal=is_causal, key_mask=attend)
 
-    def _weights(self, q: Tensor, k: Tensor, is_causal: bool, attend: Tensor | None) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, is_causal: bool, attend: Mask) -> Tensor:
         own: Callable[..., Tensor] | None = getattr(self.attention, "attention_weights", None)
         if own is not None:
             return own(q, k, is_causal, attend)
@@ -313,6 +319,10 @@ class MultiheadModule(nn.Module):
     def extra_repr(self) -> str:
         names = ("embed_dim", "num_heads", "num_kv_heads", "gamma_init", "batch_first")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class MultiheadDilatedAttention(MultiheadModule):
@@ -348,8 +358,8 @@ class MultiheadDilatedAttention(MultiheadModule):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
         dropout: float | None = 0.0,
         *,
         max_length: int | None = None,

@@ -31,14 +31,11 @@ def make_position_encoding(
     if kind is None and rotary_base != DEFAULT_ROTARY_BASE:
         raise ValueError(f"rotary_base is for a position encoding, got {rotary_base} and none")
     if kind != "xpos" and xpos_scale_base != DEFAULT_XPOS_SCALE_BASE:
-        raise ValueError(
-            f"xpos_scale_base is for position_encoding 'xpos', got {xpos_scale_base} and {kind!r}"
-        )
-    if kind is None:
-        return None
-    if kind == "rotary":
-        return RotaryEmbedding(head_dim, rotary_base)
-    return XPos(head_dim, segment_lengths, rotary_base, xpos_scale_base)
+        given = f"{xpos_scale_base} and {kind!r}"
+        raise ValueError(f"xpos_scale_base is for position_encoding 'xpos', got {given}")
+    if kind == "xpos":
+        return XPos(head_dim, segment_lengths, rotary_base, xpos_scale_base)
+    return None if kind is None else RotaryEmbedding(head_dim, rotary_base)
 
 
 class RotaryEmbedding(nn.Module):
@@ -58,9 +55,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         check_positive_int("head_dim", head_dim)
         if head_dim % 2:
-            raise ValueError(
-                f"position encodings turn pairs of features, head_dim must be even, got {head_dim}"
-            )
+            raise ValueError(f"encodings turn pairs of features: head_dim must be even, got {head_dim}")
         check_positive(base=base)
         self.head_dim, self.base = head_dim, float(base)
 
@@ -138,8 +133,7 @@ class XPos(RotaryEmbedding):
 
     def reach(self, dtype: torch.dtype) -> int:
         """Positions whose factors, and their inverses, have a finite square in `dtype`."""
-        smallest = 0.4 / 1.4
-        exponent = math.log(torch.finfo(dtype).max) / 2 / -math.log(smallest)
+        exponent = math.log(torch.finfo(dtype).max) / 2 / math.log(1.4 / 0.4)  # of the smallest zeta
         return int(2 * exponent * self.scale_base)
 
     def _factors(self, positions: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:

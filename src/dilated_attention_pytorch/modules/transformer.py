@@ -24,15 +24,12 @@ from ..checks import (
     refuse_unknown,
 )
 from ..decode import DilatedKVCache
+from .attention import Branch, DenseAttention, Device, Dtype, Mask, check_lengths
 from .call_checks import check_embedded, explain_mismatch
-from .dense import DenseAttention, check_lengths
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 CROSS_ATTENTIONS = ("dense", "dilated")
-Device = torch.device | str | None
-Dtype = torch.dtype | None
-Mask = Tensor | None
 Lengths = Sequence[int] | Tensor | None
 
 
@@ -145,8 +142,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: str = "gelu",
@@ -168,8 +165,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
         refuse_unknown(type(self).__name__, attention_options, self.option_names(kind))
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        shared = {"layer_norm": sub_layer_norm, "layer_norm_eps": layer_norm_eps, **placed}
-        shared["gamma_init"] = gamma_init
+        shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
+        shared["layer_norm"] = sub_layer_norm
         make: Callable[..., MultiheadDilatedAttention] = MULTIHEAD_KINDS[kind]
         how = (segment_lengths, dilation_rates, attention_dropout)
         self.self_attn = make(d_model, nhead, *how, batch_first=batch_first, **shared, **attention_options)
@@ -250,8 +247,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
         *others: Any,
         cross_attention: str | None = "dense",
         **options: Any,
@@ -267,8 +264,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         own: MultiheadModule = self.self_attn
         placed: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         self.encoder_attn_layer_norm = nn.LayerNorm(d_model, self.self_attn_layer_norm.eps, **placed)
-        same = ("num_kv_heads", "gamma_init", "batch_first")
-        shape: dict[str, Any] = {"layer_norm": False, **{name: getattr(own, name) for name in same}, **placed}
+        shape = {name: getattr(own, name) for name in ("num_kv_heads", "gamma_init", "batch_first")}
+        shape |= {"layer_norm": False, **placed}
         dropout = options.get("attention_dropout", 0.0)
         if cross_attention == "dense":
             dense, bias = DenseAttention(options.get("softmax_scale"), dropout), options.get("bias", True)
@@ -330,17 +327,14 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         if memory is None:
             raise ValueError(f"{self.cross_attention} cross attention needs a memory, got None")
         if self.cross_attention == "dense" and self.self_attn.is_sharded:
-            raise ValueError(
-                "dense cross attention needs all of the memory in each process, got layers whose sequences "
-                "several processes share (cross_attention='dilated' goes around their ring)"
-            )
+            hint = "cross_attention='dilated' goes around their ring"
+            rule = "dense cross attention needs all of the memory in each process"
+            raise ValueError(f"{rule}, got layers whose sequences several processes share ({hint})")
         if cache is None:
             return
         if self.cross_attention == "dilated":
-            raise ValueError(
-                "dilated cross attention needs all of the target beside its memory, got a cache "
-                "(cross_attention='dense' decodes)"
-            )
+            rule = "dilated cross attention needs all of the target beside its memory"
+            raise ValueError(f"{rule}, got a cache (cross_attention='dense' decodes)")
         # Before self-attention runs, or the cache would take tokens that then find no memory.
         self._check_input("memory", memory)
         explain_mismatch(tgt, "tgt", memory=memory)
