@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import (
-    BlockPattern,
     BlockSparseAdaptiveDilatedAttention,
     BlockSparseDilatedAttention,
     SparsePatternConfig,
@@ -300,28 +299,3 @@ def test_empty_batch() -> None:
     q, k, v = (x.detach()[:0] for x in tensors())
     for module in modules():
         assert module(q, k, v).shape == (0, 90, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_kv_heads": 2}, ValueError, "given together, num_kv_heads only with them"),
-        ({"num_heads": 4}, ValueError, "num_heads and head_dim are given together"),
-        (
-            {"num_heads": 4, "head_dim": 8, "num_kv_heads": 3},
-            ValueError,
-            "num_kv_heads must divide num_heads, got 3 and 4",
-        ),
-        ({"sparse_config": {"pattern_type": "random"}}, ValueError, "of type \"adaptive\", got 'random'"),
-        (
-            {"sparse_config": BlockPattern.from_layout(torch.eye(2) > 0, 4, 2)},
-            TypeError,
-            "makes its patterns itself, got a BlockPattern",
-        ),
-        ({"scorer_dim": 0}, ValueError, "scorer_dim must be a positive integer, got 0"),
-        ({"temperature": -1}, ValueError, r"temperature must not be negative, got -1\.0"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Adaptive(**options)

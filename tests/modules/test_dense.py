@@ -204,17 +204,3 @@ def test_bad_arguments(arguments: Any, error: type[Exception], message: str) -> 
     if arguments[1] is arguments[2]:
         with pytest.raises(error, match=message):
             DenseAttention().attention_weights(*arguments[:2], *arguments[3:])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number, got 'a'"),
-        ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite, got nan"),
-        ({"dropout": 1.5}, ValueError, r"dropout must lie between 0 and 1, got 1\.5"),
-        ({"attention_dropout": 0.1, "dropout": 0.2}, ValueError, "are one option"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DenseAttention(**options)

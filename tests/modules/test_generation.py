@@ -131,22 +131,6 @@ def test_generation_under_autocast(dtype: torch.dtype) -> None:
     assert (chosen > logits[0, 8:-1].amax(1) - 0.2).all()
 
 
-def test_memory_stays_bounded() -> None:
-    model, sizes = make(num_layers=1, dtype=torch.float32), []
-    made = model.make_caches
-    caches: list[Any] = []
-
-    def watch(batch_size: int) -> list[Any]:
-        caches.extend(made(batch_size))
-        return caches
-
-    model.make_caches = watch  # type: ignore[method-assign]
-    for _ in model.stream(torch.zeros(1, 1, dtype=torch.int64), 300):
-        sizes.append(sum(cache.nbytes for cache in caches))
-    assert caches[0].num_tokens == 300
-    assert sizes[30] == sizes[-1]
-
-
 def test_stream_gives_the_new_tokens_of_generate() -> None:
     model = make(pad_token=3)
     prompt, how = random_prompt(3), {"lengths": [4, 9, 1], "stop_tokens": [5, 6]}
@@ -270,16 +254,11 @@ def test_stop_tokens_may_be_any_iterable(kind: Any) -> None:
     ("how", "error", "message"),
     [
         ({"lengths": [3]}, ValueError, "lengths must have one entry for each of the 2 rows, got 1"),
-        ({"lengths": [0, 3]}, ValueError, "lengths must lie between 1 and 3, got 0"),
         ({"lengths": [1, 4]}, ValueError, "lengths must lie between 1 and 3, got 4"),
-        ({"lengths": [1.0, 3]}, TypeError, "lengths must hold integers, got 1.0"),
-        ({"lengths": torch.tensor(3)}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"stop_tokens": 5}, TypeError, "stop_tokens must be a collection of integers, got 5"),
-        ({"stop_tokens": iter([13])}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[13\]"),
         ({"stop_tokens": ["a"]}, TypeError, r"stop_tokens must be a collection of integers, got \['a'\]"),
         ({"stop_tokens": [3, 13, -1]}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[-1, 13\]"),
         ({"do_sample": True, "top_k": 14}, ValueError, "top_k must be at most vocab_size, got 14 and 13"),
-        ({"temperature": 0.5}, ValueError, "without do_sample the likeliest token is taken, got temperature"),
         ({"do_sample": True, "seed": [1]}, ValueError, "seed must be one integer or 2, one a row, got 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,33 +186,27 @@ def test_order_and_the_future(position_encoding: str | None) -> None:
     assert torch.allclose(last, swapped) is (position_encoding is None)
 
 
-def test_encoder_runs_its_layers_and_the_norm() -> None:
-    stack, x = make_stack(), features()
-    out, states = stack(x, padding(N), True, return_all=True)
-    assert torch.equal(states[0], x)
-    assert len(states) == L + 1
-    for layer, before, after in zip(stack.layers, states, states[1:], strict=False):
-        assert torch.equal(layer(before, None, padding(N), True), after)
-    assert torch.equal(out, stack.layer_norm(states[-1]))
-    assert torch.equal(stack(x, padding(N), True), out)
-    bare = make_stack(normalize_output=False)
-    bare.load_state_dict({k: v for k, v in stack.state_dict().items() if not k.startswith("layer_norm")})
-    assert bare.layer_norm is None
-    assert torch.equal(bare(x, padding(N), True), states[-1])
-
-
-@pytest.mark.parametrize("cross_attention", ["dense", "dilated", None])
-def test_decoder_runs_its_layers_with_the_memory(cross_attention: str | None) -> None:
-    stack, x = make_stack(LongNetDecoder, cross_attention=cross_attention), features()
+@pytest.mark.parametrize("cross_attention", ["dense", "dilated", None, "an encoder"])
+def test_stacks_run_their_layers_and_the_norm(cross_attention: str | None) -> None:
+    is_encoder, x = cross_attention == "an encoder", features()
+    own = {} if is_encoder else {"cross_attention": cross_attention}
+    make = partial(make_stack, LongNetEncoder if is_encoder else LongNetDecoder, **own)
     m = N if cross_attention == "dilated" else M
-    memory, ignored = (None, None) if cross_attention is None else (features(m), padding(m))
-    out, states = stack(x, memory, padding(N), ignored, return_all=True)
-    y = x
-    for layer, after in zip(stack.layers, states[1:], strict=True):
-        y = layer(y, memory, None, None, padding(N), ignored)
-        assert torch.equal(y, after)
-    assert torch.equal(out, stack.layer_norm(y))
-    assert not torch.allclose(stack(x, memory, is_causal=False), stack(x, memory))
+    memory, ignored = (features(m), padding(m)) if cross_attention in ("dense", "dilated") else (None, None)
+    given = (padding(N), True) if is_encoder else (memory, padding(N), ignored)
+    stack = make()
+    out, states = stack(x, *given, return_all=True)
+    assert states[0] is x
+    for layer, before, after in zip(stack.layers, states[:-1], states[1:], strict=True):
+        masks = (None, *given) if is_encoder else (memory, None, None, padding(N), ignored)
+        assert torch.equal(layer(before, *masks), after)
+    assert torch.equal(out, stack.layer_norm(states[-1]))
+    assert torch.equal(stack(x, *given), out)
+    if not is_encoder:
+        assert not torch.allclose(stack(x, *given, is_causal=False), out)
+    bare = make(normalize_output=False)
+    bare.load_state_dict({k: v for k, v in stack.state_dict().items() if not k.startswith("layer_norm")})
+    assert torch.equal(bare(x, *given), states[-1])
 
 
 @pytest.mark.parametrize("cls", STACKS)
@@ -232,16 +227,12 @@ def test_checkpoints_change_no_gradient(cls: Any) -> None:
     for got, want in zip(*results, strict=True):
         assert_close(got, want, DOUBLE)
     assert saved[1] < saved[0] / 3
-
-
-def test_checkpoints_in_training_only() -> None:
-    stack = make_stack(checkpoint_activations=True)
     calls: list[nn.Module] = []
     for layer in stack.layers:
         layer.register_forward_pre_hook(lambda module, _: calls.append(module))
-    for is_training, runs in ((True, 2), (False, 1)):
+    for is_training, runs in ((True, 2), (False, 1)):  # evaluation keeps what it needs
         calls.clear()
-        stack.train(is_training)(features(requires_grad=True)).sum().backward()
+        stack.train(is_training)(features(requires_grad=True), is_causal=True).sum().backward()
         assert len(calls) == runs * L
 
 
@@ -348,16 +339,6 @@ def test_compiled_model_matches_in_one_graph_for_all_lengths() -> None:
             assert_same(compiled(tokens), model(tokens), model)
 
 
-def test_model_compiled_by_inductor_matches() -> None:
-    torch._dynamo.reset()
-    model = make_lm(num_layers=1)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    with torch.no_grad():
-        for n in (29, 41):
-            tokens = torch.randint(11, (2, n))
-            assert_close(compiled(tokens), model(tokens), torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precision_stays_close(dtype: torch.dtype) -> None:
     exact = make_lm(dtype=DOUBLE)
@@ -398,20 +379,6 @@ def test_bad_tokens(tokens: Any, error: type[Exception], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_layers": 0}, ValueError, "num_layers must be a positive integer, got 0"),
-        ({"batch_first": False}, TypeError, "batch_first is no option of a stack"),
-        ({"colour": 1}, TypeError, "has no 'colour'"),
-    ],
-)
-@pytest.mark.parametrize("cls", STACKS)
-def test_bad_settings(cls: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        cls(**{**SMALL, **options})
-
-
-@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         ({"x": [1]}, TypeError, "x must be a tensor, got list"),
@@ -427,16 +394,6 @@ def test_bad_settings(cls: Any, options: dict[str, Any], error: type[Exception],
 def test_bad_calls(cls: Any, call: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_stack(cls)(**{"x": features(), **call})
-
-
-def test_bad_sources() -> None:
-    model, src = make(), torch.randn(2, 5, 24)
-    with pytest.raises(ValueError, match=r"x must have the shape .* got \(2, 5, 23\)"):
-        model(src[..., 1:])
-    with pytest.raises(ValueError, match="key_padding_mask must be"):
-        model(src, src_key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
-    with pytest.raises(TypeError, match="is_causal must be a bool, got 1"):
-        model(src, tgt_is_causal=1)
 
 
 def last_cache(rows: int = B, seen: int = 0, **options: Any) -> Any:

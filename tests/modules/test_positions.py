@@ -273,29 +273,6 @@ def test_heads_and_narrow_positions_of_an_encoding(encoding: RotaryEmbedding) ->
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: XPos(4, [0]), ValueError, "segment_lengths must lie between 1 and .* got 0"),
-        (lambda: XPos(4, []), ValueError, "segment_lengths must have at least one entry, got none"),
-        (lambda: XPos(4, [4.0]), TypeError, r"segment_lengths must hold integers, got 4\.0"),
-        (lambda: XPos(4, 4), TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
-        (lambda: encoded("sine"), ValueError, "must be one of 'rotary', 'xpos', got 'sine'"),
-        (lambda: encoded(rotary_base=5.0), ValueError, r"is for a position encoding, got 5\.0 and none"),
-        (lambda: encoded("rotary", xpos_scale_base=64), ValueError, "'xpos', got 64 and 'rotary'"),
-        (lambda: encoded("xpos", xpos_scale_base=-1), ValueError, "must be positive and finite, got -1"),
-        (lambda: encoded("xpos", embed_dim=12), ValueError, "head_dim must be even, got 3"),
-    ],
-)
-def test_bad_settings(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def encoded(kind: str | None = None, embed_dim: int = 32, **options: Any) -> MultiheadDilatedAttention:
-    return MultiheadDilatedAttention(embed_dim, 4, position_encoding=kind, **options)
-
-
 @pytest.mark.parametrize("kind", ["rotary", "xpos"])
 def test_no_state_and_copies(kind: str) -> None:
     plain = MultiheadDilatedAttention(32, 4, (8,), (1,))

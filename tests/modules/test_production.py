@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedAttention, RingAttentionConfig, RingDilatedAttentionProduction
 from dilated_attention_pytorch.core import get_global_memory_pool, get_global_pattern_cache
-from dilated_attention_pytorch.core.attention_buffer_manager import find_buffer_manager
 from support.weighed import RATES, SEGMENTS, qkv, run
 
 pytestmark = pytest.mark.usefixtures("alone_on_a_large_machine")
@@ -116,15 +115,6 @@ def test_the_pool_is_reused_and_cleared() -> None:
     uncached.clear_caches()
 
 
-def test_error_recovery_is_the_retry_of_its_memory() -> None:
-    """`test_out_of_memory` runs both under a real limit."""
-    for recovers in (True, False):
-        module = make(enable_error_recovery=recovers)
-        manager = find_buffer_manager(module._memory)
-        assert manager is not None
-        assert manager.retries is recovers
-
-
 def test_memory_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
         make()(*qkv())
@@ -175,25 +165,6 @@ def test_fields_by_name_or_as_a_config() -> None:
     assert by_name.config == config
     assert RingDilatedAttentionProduction().config == RingAttentionConfig()
     assert module.enable_memory_pool
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (ValueError, "memory_pool_size must be an integer of 0 or more, or None, got -1",
-         {"memory_pool_size": -1}),
-        (TypeError, "mixed_precision must be a bool, torch.bfloat16", {"mixed_precision": torch.float32}),
-        (ValueError, r"memory of this module is pooled .* got", {"enable_memory_pool": False}),
-        (TypeError, "config must be a RingAttentionConfig or None, got .8, 14.", {"config": [8, 14]}),
-        (ValueError, "config is the whole configuration, got ring_size beside it",
-         {"config": RingAttentionConfig(), "ring_size": 2}),
-        (ValueError, "dropout and attention_dropout are one option",
-         {"dropout": 0.1, "attention_dropout": 0.2}),
-    ],
-)  # fmt: skip
-def test_bad_options(error: type[Exception], message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        RingDilatedAttentionProduction(**options)
 
 
 def test_inputs_that_are_no_tensors_are_rejected() -> None:

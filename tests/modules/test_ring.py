@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float =
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("ring_size", range(1, 9))
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_equals_plain_attention_at_any_size(cls: type[RingDilatedAttentionV2], ring_size: int) -> None:
     plain, module = DilatedAttention(SEGMENTS, RATES), cls(**BRANCHES, ring_size=ring_size)
@@ -169,21 +168,11 @@ def test_a_group_that_comes_later_is_checked_in_the_call(monkeypatch: pytest.Mon
         module(*qkv())
 
 
-def test_multihead_on_parts(two_processes: Calls) -> None:
+@pytest.mark.parametrize("asked", [{"attn_mask": torch.ones(37, 37).triu(1) > 0}, {"need_weights": True}])
+def test_multihead_on_parts_refuses(asked: dict[str, Any], two_processes: Calls) -> None:
     module = RingMultiheadDilatedAttention(48, 6, SEGMENTS, RATES, num_kv_heads=3, ring_size=4)
-    x = torch.randn(2, 37, 48)
-    ignored = torch.zeros(2, 37, dtype=torch.bool)
-    ignored[:, 30:] = True
-    out, weights = module(x, key_padding_mask=ignored, is_causal=True)
-    assert (out.shape, weights) == (x.shape, None)
-    call = two_processes.pop()
-    assert torch.equal(call["key_mask"], ~ignored)
-    assert (call["is_causal"], call["steps"]) == (True, 2)
-    causal = torch.ones(37, 37, dtype=torch.bool).triu(1)
-    with pytest.raises(ValueError, match=r"whole sequence in one process .* got attn_mask with a part"):
-        module(x, attn_mask=causal)
-    with pytest.raises(ValueError, match=r"whole sequence in one process .* got need_weights with a part"):
-        module(x, need_weights=True)
+    with pytest.raises(ValueError, match=rf"whole sequence in one process .* got {next(iter(asked))} with"):
+        module(torch.randn(2, 37, 48), **asked)
 
 
 def test_multihead_in_one_process() -> None:
@@ -228,33 +217,6 @@ def test_memory_estimate_of_the_group(two_processes: Calls) -> None:
     module = RingDilatedAttentionV2(SEGMENTS, RATES, strategy="ring")
     assert module.get_memory_estimate(1000) == module.get_memory_estimate(1000, num_processes=2)
     assert module.get_memory_estimate(1000)["communication"] > 0
-
-
-V2, V3 = RingDilatedAttentionV2, RingDilatedAttentionV3
-
-
-@pytest.mark.parametrize(
-    ("cls", "error", "message", "options"),
-    [
-        *((V2, ValueError, f"ring_size must be a positive integer, got {size!r}", {"ring_size": size})
-          for size in (0, -1, True, 2.0, "2")),
-        *((V2, ValueError, r"timeout must be positive and below 2.*, got", {"timeout": timeout})
-          for timeout in (0, -1.0, float("nan"), float("inf"), timedelta(0))),
-        (V2, TypeError, "timeout must be seconds, a timedelta or None, got '5s'", {"timeout": "5s"}),
-        (V2, ValueError, "a group needs torch.distributed to be initialised, and it is not",
-         {"group": object()}),
-        (V2, ValueError, "strategy must be one of 'auto', 'ring', 'ulysses', got 'star'",
-         {"strategy": "star"}),
-        (V2, TypeError, "has no 'speed'", {"speed": 11}),
-        (V2, ValueError, "lightweight_pool is a way to use the memory pool", {"lightweight_pool": True}),
-        (V3, ValueError, "way to use the pattern cache, got use_pattern_cache=False",
-         {"use_pattern_cache": False, "cache_on_gpu": True}),
-        (V3, TypeError, "cache_on_gpu must be a bool or None, got 1", {"cache_on_gpu": 1}),
-    ],
-)  # fmt: skip
-def test_bad_options(cls: type[Any], error: type[Exception], message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        cls(SEGMENTS, RATES, **options)
 
 
 def test_representation() -> None:

@@ -151,28 +151,6 @@ def test_greedy_takes_the_likeliest(dtype: torch.dtype) -> None:
     assert torch.equal(tokens, logits.argmax(1)[:, None].expand(-1, 2))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"top_k": 5}, ValueError, "without do_sample the likeliest token is taken, got top_k as well"),
-        ({"temperature": 0.5, "seed": 1}, ValueError, "got seed, temperature as well"),
-        ({"do_sample": 1}, TypeError, "do_sample must be a bool, got 1"),
-        ({"do_sample": True, "temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
-        ({"do_sample": True, "temperature": math.nan}, ValueError, "temperature must be finite"),
-        ({"do_sample": True, "top_k": 0}, ValueError, "top_k must be a positive integer, got 0"),
-        ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"do_sample": True, "top_p": 1.5}, ValueError, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"do_sample": True, "seed": 1.5}, TypeError, "seed must be an integer or one for each row, got 1.5"),
-        ({"do_sample": True, "seed": [True]}, TypeError, r"seed must be .* got \[True\]"),
-        ({"do_sample": True, "seed": [3, -1]}, ValueError, r"seed must not be negative, got \[3, -1\]"),
-        ({"do_sample": True, "seed": "ab"}, TypeError, "seed must be an integer"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Sampling(**options)
-
-
 BAD = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
 
 

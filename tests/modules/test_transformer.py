@@ -327,20 +327,6 @@ def test_compiles_into_one_graph() -> None:
         assert_close(got, want, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"d_model": 13}, ValueError, "embed_dim must be a multiple of num_heads, got 13 and 3"),
-        ({"attention_dropout": -0.1}, ValueError, "dropout_p must lie between 0 and 1"),
-        ({"cross_attention": "sparse"}, ValueError, "must be one of 'dense', 'dilated', got 'sparse'"),
-        ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DilatedTransformerDecoderLayer(**{"d_model": E, "nhead": H, **options})
-
-
 X = torch.zeros(B, N, E, dtype=DOUBLE)
 
 
