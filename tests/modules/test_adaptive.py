@@ -16,7 +16,6 @@ from dilated_attention_pytorch import (
     BlockSparseDilatedAttention,
     SparsePatternConfig,
 )
-from support.threads import in_threads
 from support.tolerances import assert_close, assert_same_gradients
 
 Adaptive = BlockSparseAdaptiveDilatedAttention
@@ -242,21 +241,6 @@ def test_first_call_in_inference_mode_or_in_error_spoils_nothing() -> None:
         module(q, k, v)
     module(q, k, v).sum().backward()
     assert module.query_scorer.grad is not None
-
-
-def test_first_call_from_several_threads() -> None:
-    q, k, v = tensors()
-    for _ in range(5):
-        module = lazy().eval()
-
-        def call(number: int, module: Adaptive = module) -> Tensor:
-            if number % 2:
-                module.features(q, k)
-            return module(q, k, v)
-
-        for out in in_threads(call, 6):
-            assert torch.equal(out, module(q, k, v))
-        assert module.query_scorer.data_ptr() != module.key_scorer.data_ptr()
 
 
 def test_the_first_call_makes_weights_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,14 +97,6 @@ def test_patterns_are_cached_and_shared() -> None:
     assert cache.get_stats()["misses"] == after["misses"]
 
 
-def test_ring_holds_no_more_than_the_base() -> None:
-    """What one process does not need is not there: no buffers, no parameters, the same attributes."""
-    base, ring = Base(), Ring()
-    assert set(vars(ring)) - set(vars(base)) == {"ring"}
-    assert not [*ring.parameters(), *ring.buffers()]
-    assert not [x for x in vars(ring).values() if isinstance(x, (Tensor, dict, list)) and len(x)]
-
-
 @pytest.mark.parametrize("ring_size", [None, 1, 3, 8])
 @pytest.mark.parametrize("kind", ["random", "adaptive"])
 def test_ring_of_one_process_is_the_base(ring_size: int | None, kind: str) -> None:

@@ -186,16 +186,10 @@ HEADS = "the heads of q must be a multiple .* got 4 and"
         ((Q[0], Q, Q), ValueError, r"q must have 4 dimensions \(b, n, h, d\), got shape \(7, 4, 6\)"),
         ((Q, Q, Q[:, 1:]), ValueError, SHAPE),
         ((Q, Q[1:], Q[1:]), ValueError, SHAPE),
-        ((Q, Q[..., 1:], Q[..., 1:]), ValueError, SHAPE),
         ((Q, Q[:, :, 1:], Q[:, :, 1:]), ValueError, f"{HEADS} 3"),
-        ((Q, Q[:, :, :0], Q[:, :, :0]), ValueError, f"{HEADS} 0"),
         ((Q, Q[:, 1:], Q[:, 1:], False, ONES[:B, :N]), ValueError, r"\(b, n\) = \(3, 6\), got \(3, 7\)"),
-        ((Q, Q, [1]), TypeError, "v must be a tensor, got list"),
-        ((Q.long(), Q, Q), TypeError, "q must be float16, bfloat16, float32 or float64, got torch.int64"),
         ((Q, Q, Q.double()), TypeError, "q, k and v must have one dtype"),
-        ((Q, Q, Q, 1), TypeError, "is_causal must be a bool, got 1"),
         ((Q, Q, Q, False, torch.ones(B, N)), TypeError, "key_mask must be a bool tensor, got torch.float32"),
-        ((Q, Q, Q, False, [True]), TypeError, "key_mask must be a bool tensor, got list"),
     ],
 )
 def test_bad_arguments(arguments: Any, error: type[Exception], message: str) -> None:

@@ -311,7 +311,7 @@ def test_without_weights_to_give_need_weights_raises() -> None:
         MultiheadModule(E, H, Silent())(X, need_weights=True)
 
 
-THEIRS = theirs().state_dict()
+THEIRS, ONE, X = theirs().state_dict(), torch.ones(1), torch.zeros(B, N, E)
 
 
 @pytest.mark.parametrize(
@@ -319,18 +319,18 @@ THEIRS = theirs().state_dict()
     [
         ({}, {"in_proj_bias": None}, ValueError, "does not fit: in_proj_bias is missing$"),
         ({}, {"in_proj_weight": None}, ValueError, "q_proj_weight is missing; k_proj_weight is missing; v"),
-        ({}, {"bias_k": torch.ones(1)}, ValueError, "does not fit: bias_k is unexpected$"),
+        ({}, {"bias_k": ONE}, ValueError, "does not fit: bias_k is unexpected$"),
         ({}, {"q_proj_weight": torch.ones(E, E)}, ValueError, "does not fit: q_proj_weight is unexpected$"),
         ({}, {"in_proj_weight": torch.ones(E, E)}, ValueError, r"must be \(36, 12\), got \(12, 12\)$"),
         (
             {},
-            {"x": torch.ones(1), "out_proj.bias": torch.ones(7)},
+            {"x": ONE, "out_proj.bias": ONE},
             ValueError,
-            r"x is un.*; out.* got \(7,\)$",
+            r"x is unexpected; out_proj.bias must .* got \(1,\)$",
         ),
         (
             {},
-            {"out_proj.bias": torch.ones(E, device="meta")},
+            {"out_proj.bias": torch.ones(E).to("meta")},
             ValueError,
             r"out_proj\.bias must have values, got",
         ),
@@ -352,7 +352,6 @@ def test_a_state_that_does_not_fit_changes_nothing(
         assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
 
 
-X = torch.zeros(B, N, E)
 DENSE, PADDING = "query must be a dense floating-point tensor, got", "key_padding_mask must be"
 NESTED = torch.nested.nested_tensor([torch.zeros(N, E)], layout=torch.jagged)
 

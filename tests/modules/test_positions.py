@@ -18,7 +18,7 @@ from dilated_attention_pytorch import (
     RingMultiheadDilatedAttention,
     shard_sequence,
 )
-from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos, make_position_encoding
+from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from integrations.transcription import xpos
 from support.configurations import segment_and_rate
@@ -166,19 +166,6 @@ def test_positions_beyond_the_range_of_a_dtype_are_refused() -> None:
     assert 4500 < encode.reach(torch.float16) < 4600
     assert XPos(D, scale_base=1024).reach(torch.float32) > 2 * 36000
     assert XPos(D, (2**61 - 1, 2**61 - 2)).period is None
-
-
-@pytest.mark.parametrize("kind", ["rotary", "xpos"])
-def test_positions_by_row_are_those_of_each_row(kind: str) -> None:
-    encode = make_position_encoding(kind, D, (64,))
-    assert encode is not None
-    q, k = heads(7)
-    positions = torch.randint(64, (2, 7))
-    together = encode(q, k, positions)
-    for row in range(2):
-        alone = encode(q[row : row + 1], k[row : row + 1], positions[row])
-        for got, want in zip(together, alone, strict=True):
-            assert torch.equal(got[row : row + 1], want)
 
 
 @pytest.mark.parametrize("kind", ["rotary", "xpos"])
