@@ -158,18 +158,6 @@ def test_weights_are_of_one_pattern_and_without_dropout() -> None:
     assert (weights.sum(-1) - 1).abs().max() < 1e-12
 
 
-def test_density_is_what_was_asked_and_the_diagonal_is_kept() -> None:
-    q, k, _ = tensors()
-    for ratio in (0.005, 0.2, 0.5, 1.0):
-        module = make(ratio)
-        for is_causal in (False, True):
-            pattern = module.choose(*module.features(q, k, is_causal), is_causal)
-            rows = pattern.rows
-            total = rows * (rows + 1) / 2 if is_causal else rows**2
-            assert abs(pattern.density - ratio) * total <= rows
-            assert pattern.to_layout().diagonal(dim1=-2, dim2=-1).all()
-
-
 def test_noise_only_in_training_and_annealed_away() -> None:
     module, (q, k, _) = make(0.5), tensors()
     features = module.features(q, k)

@@ -201,7 +201,7 @@ for module, (want, *_) in zip(modules, expected, strict=True):
         assert torch.equal(module(*tensors), want)
 assert modules[-1].get_buffer_stats()["cache_hits"] > 0
 """
-    subprocess.run([sys.executable, "-c", script], timeout=120, check=True, cwd=tmp_path)
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, cwd=tmp_path).returncode == 0
 
 
 @each_chosen

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.modules.attention import DenseAttention
 from dilated_attention_pytorch.modules.multihead import MultiheadModule
+from dilated_attention_pytorch.modules.parts import DenseAttention
 from support.tolerances import assert_close, assert_same_gradients
 
 B, N, M, H, D = 3, 7, 11, 4, 6

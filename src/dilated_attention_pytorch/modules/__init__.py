@@ -1,12 +1,12 @@
 """nn.Modules around the public functions; they hold options, no maths."""
 
-from .attention import DenseAttention, DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .block_sparse import (
     BlockSparseAdaptiveDilatedAttention,
     BlockSparseDilatedAttention,
     BlockSparseRingDilatedAttention,
 )
-from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM, magneto_gamma
+from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
 from .multihead import (
     MULTIHEAD_KINDS,
@@ -17,6 +17,7 @@ from .multihead import (
     MultiheadModule,
     RingMultiheadDilatedAttention,
 )
+from .parts import DenseAttention, FeedForward, magneto_gamma
 from .positions import RotaryEmbedding, XPos
 from .ring import (
     RingAttentionConfig,
@@ -24,7 +25,7 @@ from .ring import (
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
 )
-from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, FeedForward
+from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 __all__ = [
     "MULTIHEAD_KINDS",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_count, check_dense, check_device, check_flags, check_float_dtype
+from ..checks import check_device, check_flags, check_float_dtype
 from ..decode import DilatedKVCache
 from .attention import Device, Dtype, Mask
-from .call_checks import check_caches, check_embedded, check_in_step
+from .call_checks import check_caches, check_embedded, check_in_step, check_tokens
 from .longnet_config import (
     LongNetConfig,
     LongNetDecoderConfig,
@@ -22,30 +22,13 @@ from .longnet_config import (
     LongNetLMConfig,
     StackConfig,
 )
+from .parts import magneto_gamma
 from .pretrained import PretrainedModel
 from .sampling import Generation, Sampling
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, Lengths
 
 Caches = Sequence[DilatedKVCache] | None
 _NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations", "attention_options")
-
-
-def magneto_gamma(num_encoder_layers: int, num_decoder_layers: int, *, is_decoder: bool = False) -> float:
-    """The gain of v_proj, out_proj, fc1 and fc2 that keeps the updates of deep models bounded.
-
-    For N encoder and M decoder layers: sqrt(log(2 N)) or sqrt(log(2 M)) where there is only one of them;
-    else sqrt(log(3 M)) in the decoder and sqrt(log(3 M) log(2 N) / 3) in the encoder.
-    """
-    check_count("num_encoder_layers", num_encoder_layers)
-    check_count("num_decoder_layers", num_decoder_layers)
-    check_flags(is_decoder=is_decoder)
-    own = num_decoder_layers if is_decoder else num_encoder_layers
-    if not own:
-        raise ValueError(f"the {'decoder' if is_decoder else 'encoder'} must have layers, got 0")
-    if not num_encoder_layers or not num_decoder_layers:
-        return math.sqrt(math.log(2 * own))
-    decoder = math.log(3 * num_decoder_layers)
-    return math.sqrt(decoder if is_decoder else decoder * math.log(2 * num_encoder_layers) / 3)
 
 
 class LongNetStack(PretrainedModel):
@@ -67,12 +50,12 @@ class LongNetStack(PretrainedModel):
         super().__init__()
         if "batch_first" in settings:
             raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
-        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
-        self.config: StackConfig = self.config_class.of(**sizes, **settings)
-        config = self.config
+        settings |= {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config = config = self.config_class.of(**settings)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {**config.stack_options(), **config.attention_options, **placed}
-        options = {name: value for name, value in options.items() if name not in _NOT_OF_LAYERS}
+        for name in _NOT_OF_LAYERS:
+            del options[name]
         cross_attention = getattr(config, "cross_attention", None)
         if self._layer_class is DilatedTransformerDecoderLayer:
             options["cross_attention"] = cross_attention
@@ -82,14 +65,13 @@ class LongNetStack(PretrainedModel):
             options["gamma_init"] = gain if config.sub_layer_norm else 1.0
         self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
         rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
-        self.layers = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
-        self.layer_norm: nn.LayerNorm | None = None
-        if config.normalize_output:
-            self.layer_norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed)
+        self.layers: Any = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
+        norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed) if config.normalize_output else None
+        self.layer_norm: nn.LayerNorm | None = norm
 
     def reset_parameters(self) -> None:
         """Initialises all layers, as after `.to_empty()`."""
-        for layer in self._typed_layers():
+        for layer in self.layers:
             layer.reset_parameters()
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
@@ -98,15 +80,12 @@ class LongNetStack(PretrainedModel):
         self, batch_size: int, device: Device = None, dtype: Dtype = None
     ) -> list[DilatedKVCache]:
         """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
-        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self._typed_layers()]
+        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self.layers]
 
     @property
     def is_sharded(self) -> bool:
         """Whether inputs are parts of a sequence that several processes share."""
-        return self._typed_layers()[0].self_attn.is_sharded
-
-    def _typed_layers(self) -> list[DilatedTransformerEncoderLayer]:
-        return [each for each in self.layers if isinstance(each, DilatedTransformerEncoderLayer)]
+        return bool(self.layers[0].self_attn.is_sharded)
 
     def _run(
         self, x: Tensor, call: dict[str, Any], caches: Caches, return_all: bool
@@ -135,7 +114,7 @@ class LongNetStack(PretrainedModel):
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
             hint = "call it under torch.no_grad() or torch.inference_mode()"
             raise ValueError(f"with caches there is no gradient: {hint}, got tensors that require one")
-        for layer, cache in zip(self._typed_layers(), caches, strict=True):
+        for layer, cache in zip(self.layers, caches, strict=True):
             layer.self_attn.check_call(x, is_causal=True, cache=cache)
         check_in_step(caches)
 
@@ -172,9 +151,8 @@ class LongNetEncoder(LongNetStack):
         Args:
             key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only.
             return_all: also return the list of input and outputs of all layers, before the final norm.
-            caches: from `make_caches`: x holds the next n tokens of each row. Needs is_causal=True and no
-                gradients.
-            lengths: (b,) ints, how many of the n tokens of each row are real, with caches only.
+            caches, lengths: of `make_caches`, and as in `MultiheadModule.forward`: x holds the next tokens of
+                each row. Needs is_causal=True and no gradients.
         """
         call = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
         return self._run(x, call, caches, return_all)
@@ -296,9 +274,8 @@ class LongNetLM(PretrainedModel):
     """Causal language model of dilated attention: tokens in, logits of the next tokens out.
 
     Args:
-        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default),
-            tie_embeddings and pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain
-            data.
+        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default) and
+            pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain data.
 
     Embeddings are scaled by sqrt(d_model). With tie_embeddings their weights are those of the output as well,
     and stand in the state dict once. `config` holds the settings. There is no largest length.
@@ -349,11 +326,10 @@ class LongNetLM(PretrainedModel):
         """tokens (b, n) int64 -> logits (b, n, vocab_size) of the token that follows each.
 
         Args:
-            key_padding_mask: (b, n) bool, True where a token is ignored. Tokens never see later ones, so
-                padding behind the end of a row needs none.
+            key_padding_mask: (b, n) bool, True where a token is ignored. Padding at the end of a row, which
+                no token before it sees, needs none.
             caches: of `make_caches`; tokens then continue what the caches have seen, without gradients.
-            lengths: with caches, (b,) how many of the n tokens are real in each row; the others' logits mean
-                nothing.
+            lengths: with caches, (b,) how many of the n tokens are real; the others' logits mean nothing.
         """
         return self.logits(self.features(tokens, key_padding_mask, caches=caches, lengths=lengths))
 
@@ -425,17 +401,4 @@ class LongNetLM(PretrainedModel):
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raises unless tokens are (b, n) int64 on the model's device and, on the CPU, below vocab_size."""
-        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
-            kind = getattr(tokens, "dtype", type(tokens).__name__)
-            raise TypeError(f"tokens must be an int64 tensor, got {kind}")
-        check_dense("tokens", tokens)
-        if tokens.dim() != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (b, n) with b and n at least 1, got {tuple(tokens.shape)}")
-        device = self.embed_tokens.weight.device
-        if tokens.device != device:
-            raise ValueError(f"tokens must be on the device of the model, {device}, got {tokens.device}")
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(x) for x in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                known = f"from 0 to vocab_size - 1 = {self.config.vocab_size - 1}"
-                raise ValueError(f"tokens must be {known}, got {low if low < 0 else high}")
+        check_tokens(tokens, self.embed_tokens.weight.device, self.config.vocab_size)

@@ -22,8 +22,9 @@ from ..checks import (
 )
 from ..spec import DilatedSpec, resolve_branches
 from .multihead import MULTIHEAD_KINDS
+from .parts import ACTIVATIONS
 from .positions import ENCODINGS
-from .transformer import ACTIVATIONS, CROSS_ATTENTIONS
+from .transformer import CROSS_ATTENTIONS
 
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
 _CHOICES = {

@@ -43,7 +43,7 @@ from .call_checks import (
 )
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
 from .pretrained import load_torch_weights, regroup_projections
-from .ring import RingDilatedAttentionV2, check_together
+from .ring import RingDilatedAttentionV2, check_together, raise_error
 
 _FIXED = ("attention", "fused_qkv", "positions")  # arguments of `MultiheadModule` that a kind decides
 POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
@@ -113,9 +113,8 @@ class MultiheadModule(nn.Module):
             self.q_proj, self.k_proj, self.v_proj = made
         self.positions: Any = positions
         self.attention: Any = attention
-        # The name of torchscale, whose checkpoints so load as they are.
         norm = nn.LayerNorm(embed_dim, layer_norm_eps, True, True, device, dtype) if layer_norm else None
-        self.inner_attn_ln = norm
+        self.inner_attn_ln = norm  # the name of torchscale, whose checkpoints so load as they are
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.reset_parameters()
 
@@ -135,17 +134,17 @@ class MultiheadModule(nn.Module):
     def forward(
         self,
         query: Tensor,
-        key: Mask = None,
-        value: Mask = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         key_padding_mask: Mask = None,
         need_weights: bool = False,
         attn_mask: Mask = None,
         is_causal: bool = False,
         *,
-        positions: Mask = None,
+        positions: Tensor | None = None,
         cache: DilatedKVCache | None = None,
-        lengths: Sequence[int] | Mask = None,
-    ) -> tuple[Tensor, Mask]:
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """query, key and value (b, n, embed_dim) -> (out (b, n, embed_dim), weights (b, n, n) or None).
 
         Args:
@@ -179,7 +178,7 @@ class MultiheadModule(nn.Module):
         weights = self._weights(q, k, is_causal, attend) if need_weights else None
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
-    def check_call(self, query: Tensor, key: Mask = None, **given: Any) -> None:
+    def check_call(self, query: Tensor, key: Tensor | None = None, **given: Any) -> None:
         """Raises what `forward` would, so that none of several caches takes tokens unless all can."""
         key = query if key is None else key
         check_call(self, Call(query, key, key, **given, batch_first=self.batch_first))
@@ -191,17 +190,14 @@ class MultiheadModule(nn.Module):
         key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
-        positions: Mask = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The probabilities with which positions `rows` of query attend to every key: (b, h, len(rows), n).
 
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
         dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        call = Call(
-            *(query, query, query, key_padding_mask, False, None, is_causal, positions),
-            batch_first=self.batch_first,
-        )
+        call = Call(query, query, query, key_padding_mask, is_causal=is_causal, positions=positions)
         q, k, attend = self._mapped_heads(call)
         return self._rows(q, k, rows, is_causal, attend)
 
@@ -212,7 +208,7 @@ class MultiheadModule(nn.Module):
         divided by its sum. Time and memory are those of a training step of the attention: A is never built.
         """
         check_flags(residual=residual)
-        q, k, _ = self._mapped_heads(Call(query, query, query, batch_first=self.batch_first))
+        q, k, _ = self._mapped_heads(Call(query, query, query))
         if not isinstance(weights, Tensor) or weights.shape[::2] != q.shape[:2] or weights.dim() != 3:
             got = tuple(weights.shape) if isinstance(weights, Tensor) else weights
             raise ValueError(f"weights must have the shape (b, r, n) for query (b, n, embed_dim), got {got}")
@@ -225,9 +221,8 @@ class MultiheadModule(nn.Module):
         check_decodes(self.attention)
         settings = {name: getattr(self.attention.spec, name) for name in OF_SPEC}
         settings |= {name: getattr(self, name) for name in OF_HEADS}
-        execution = replace(self.attention._execution, memory="fresh")
-        placed: dict[str, Any] = {"device": device, "dtype": dtype, "execution": execution}
-        return DilatedKVCache(**settings, batch_size=batch_size, **placed)
+        settings |= {"device": device, "dtype": dtype, "batch_size": batch_size}
+        return DilatedKVCache(**settings, execution=replace(self.attention._execution, memory="fresh"))
 
     def load_multihead_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies the state dict of an `nn.MultiheadAttention` into the projections, not into the norm.
@@ -275,7 +270,7 @@ class MultiheadModule(nn.Module):
                 q, k = self.positions(q, k, chosen)
         except Exception as error:
             if ring is not None:  # or the other processes would wait for this one, and meet its next call
-                check_together(ring, partial(_raise, error))
+                check_together(ring, partial(raise_error, error))
             raise
         return [q, k, v]
 
@@ -296,8 +291,9 @@ class MultiheadModule(nn.Module):
         heads = [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
         return heads if self.batch_first else [x.transpose(0, 1) for x in heads]
 
-    def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Mask]:
+    def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries and keys whose probabilities can be told, and which keys are attended."""
+        call = call._replace(batch_first=self.batch_first)
         attend = check_call(self, call)
         if not isinstance(self.attention, DilatedAttention):
             raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
@@ -319,10 +315,6 @@ class MultiheadModule(nn.Module):
     def extra_repr(self) -> str:
         names = ("embed_dim", "num_heads", "num_kv_heads", "gamma_init", "batch_first")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 class MultiheadDilatedAttention(MultiheadModule):

@@ -64,9 +64,6 @@ class RotaryEmbedding(nn.Module):
         *_, cos, sin = self._turns(q, k, positions)
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
-    def check_given(self, positions: Tensor, own: Tensor) -> None:
-        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
-
     def _turns(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positions as int64, the even features, and of every angle cosine and sine, (b, n, 1, d / 2)."""
         for name, x in (("q", q), ("k", k)):
@@ -122,6 +119,7 @@ class XPos(RotaryEmbedding):
         return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
 
     def check_given(self, positions: Tensor, own: Tensor) -> None:
+        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
         if self.period is None:
             return
         message = (

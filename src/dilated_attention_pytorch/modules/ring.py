@@ -91,6 +91,10 @@ def check_together(ring: RingOptions, check: Callable[[], _T]) -> _T:
         return check()
 
 
+def raise_error(error: Exception) -> None:
+    raise error
+
+
 class RingModule(AttentionModule):
     """What modules of a ring have beside those of one process, which the other base of a class gives."""
 
@@ -251,14 +255,14 @@ class RingAttentionConfig:
     Args:
         segment_lengths, dilation_rates, max_length, dropout: as in `DilatedAttention`.
         ring_size, timeout, strategy: as in `RingDilatedAttentionV2`.
-        use_gradient_checkpointing: in training only the inputs are kept for the backward pass, which attends
-            once more; for the output and its log-sum-exp, the memory of one of the inputs.
+        use_gradient_checkpointing: only the inputs are kept for the backward pass, which attends once more;
+            saves the output and its log-sum-exp, the memory of one of the inputs.
         memory_pool_size: the most idle buffers that the pool keeps, as in `MemoryPool`; None sets no limit
             beside its bytes, 0 keeps nothing. Modules of one size share a pool.
         enable_error_recovery: a call that runs out of memory frees what is idle and is tried again, then in
-            smaller tiles (not with dropout, whose masks depend on them); False raises the first error. In a
-            ring of several processes the first error is raised, whatever this says, for a process that tried
-            again on its own would be out of step; the others raise RingError, at the latest after `timeout`.
+            smaller tiles (not with dropout, whose masks depend on them); False, and any ring of several
+            processes, which must stay in step, raises the first error; the others raise RingError, at the
+            latest after `timeout`.
         mixed_precision: True attends in bfloat16, or give torch.float16; the output has the dtype of the
             query again. As under autocast, float64 stays.
         log_memory_usage: after each call the logger "dilated_attention_pytorch" says, at level INFO, what the
@@ -295,9 +299,7 @@ class RingAttentionConfig:
     @property
     def low_precision(self) -> torch.dtype | None:
         """The dtype in which calls attend, if it is not that of their inputs."""
-        if isinstance(self.mixed_precision, bool):
-            return torch.bfloat16 if self.mixed_precision else None
-        return self.mixed_precision
+        return (torch.bfloat16 if self.mixed_precision is True else self.mixed_precision) or None
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
@@ -386,16 +388,10 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
     @uncompiled
     def _log_memory(self, out: Tensor) -> None:
         stats, memory = self.memory_pool.get_stats(), device_memory(out.device)
-        LOGGER.info(
-            "attention over %s %s on %s: the pool holds %s, %s of it idle, at most %s so far; %s available",
-            tuple(out.shape),
-            out.dtype,
-            out.device,
-            describe_bytes(stats["total_allocated"]),
-            describe_bytes(stats["cached_bytes"]),
-            describe_bytes(stats["peak_allocated"]),
-            describe_bytes(None if memory is None else memory.available),
-        )
+        sizes = [stats[name] for name in ("total_allocated", "cached_bytes", "peak_allocated")]
+        sizes.append(None if memory is None else memory.available)
+        text = "attention over %s %s on %s: the pool holds %s, %s of it idle, at most %s so far; %s available"
+        LOGGER.info(text, tuple(out.shape), out.dtype, out.device, *map(describe_bytes, sizes))
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         config, usual = self.config, RingAttentionConfig()

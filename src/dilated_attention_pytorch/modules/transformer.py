@@ -5,117 +5,25 @@ Attributes have the names of torchscale, so that its state dicts load as they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..checks import (
-    check_device,
     check_flags,
-    check_float_dtype,
-    check_positive,
-    check_positive_int,
-    check_probabilities,
     keyword_names,
     one_of,
     refuse_unknown,
 )
 from ..decode import DilatedKVCache
-from .attention import Branch, DenseAttention, Device, Dtype, Mask, check_lengths
+from .attention import Branch, Device, Dtype, Mask
 from .call_checks import check_embedded, explain_mismatch
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
+from .parts import DenseAttention, DropPath, FeedForward, check_lengths
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 CROSS_ATTENTIONS = ("dense", "dilated")
 Lengths = Sequence[int] | Tensor | None
-
-
-class FeedForward(nn.Module):
-    """Two linear layers: dropout(fc2(ffn_layernorm(activation_dropout(activation(fc1(x)))))).
-
-    Args:
-        d_model, dim_feedforward: features of input and output, and between the layers.
-        dropout, activation_dropout: of the output, and after the activation; in training only.
-        activation: "gelu", "relu" or "swish", computed in float32 (float64 for float64) and cast back.
-        layer_norm: the sub-layer norm `ffn_layernorm` over dim_feedforward, with layer_norm_eps.
-        gamma_init: gain of the initial weights, MAGNETO's gamma.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        dim_feedforward: int,
-        *,
-        dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        activation: str = "gelu",
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        super().__init__()
-        check_positive_int("d_model", d_model, bits=28)
-        check_positive_int("dim_feedforward", dim_feedforward, bits=28)
-        check_device(device)
-        check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
-        check_probabilities(dropout=dropout, activation_dropout=activation_dropout)
-        check_flags(layer_norm=layer_norm)
-        one_of("activation", activation, tuple(ACTIVATIONS))
-        check_float_dtype("dtype", dtype)
-        self.activation, self.gamma_init = activation, gamma_init
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.fc1 = nn.Linear(d_model, dim_feedforward, **placed)
-        self.ffn_layernorm = nn.LayerNorm(dim_feedforward, layer_norm_eps, **placed) if layer_norm else None
-        self.fc2 = nn.Linear(dim_feedforward, d_model, **placed)
-        self.activation_dropout, self.dropout = nn.Dropout(activation_dropout), nn.Dropout(dropout)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises both layers and the norm. Call it after those of submodules."""
-        for layer in (self.fc1, self.fc2):
-            nn.init.xavier_normal_(layer.weight, self.gamma_init)
-            nn.init.zeros_(layer.bias)
-        if self.ffn_layernorm is not None:
-            self.ffn_layernorm.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., d_model) -> (..., d_model)."""
-        x = self.fc1(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x = self.activation_dropout(ACTIVATIONS[self.activation](x.to(wide)).to(x.dtype))
-        out: Tensor = self.dropout(self.fc2(x if self.ffn_layernorm is None else self.ffn_layernorm(x)))
-        return out
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, gamma_init={self.gamma_init!r}"
-
-
-class DropPath(nn.Module):
-    """Drops a residual branch of whole rows of the batch with probability p, in training only."""
-
-    def __init__(self, p: float = 0.0, *, batch_first: bool = True) -> None:
-        super().__init__()
-        check_probabilities(drop_path=p)
-        check_flags(batch_first=batch_first)
-        self.p, self.batch_first = float(p), batch_first
-        # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
-        self._drops = self.p > 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (b, n, d), or (n, b, d) with batch_first=False."""
-        if not (self.training and self._drops):
-            return x
-        shape = (x.shape[0], 1, 1) if self.batch_first else (1, x.shape[1], 1)
-        return x * F.dropout(x.new_ones(shape), self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
 
 
 class DilatedTransformerEncoderLayer(nn.Module):
