@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.modules.multihead import MultiheadModule
 from dilated_attention_pytorch.modules.parts import DenseAttention
@@ -80,26 +80,6 @@ def test_scores_that_overflow(is_causal: bool, dropout: float, masked: bool) -> 
     assert out[0].isnan().all()
     assert out[1:].isnan().flatten(2).all(-1).tolist() == [[i == 2 for i in range(N)]] * 2
     assert not out[1:, 3].isnan().any()
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_cross_attention_equals_torch(batch_first: bool) -> None:
-    theirs = nn.MultiheadAttention(H * D, H, batch_first=batch_first, dtype=DOUBLE)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    ours = MultiheadModule(
-        H * D, H, DenseAttention(), layer_norm=False, batch_first=batch_first, dtype=DOUBLE
-    )
-    ours.load_multihead_state_dict(theirs.state_dict())
-    x, memory = (torch.randn((B, n, H * D) if batch_first else (n, B, H * D), dtype=DOUBLE) for n in (N, M))
-    x.requires_grad_(), memory.requires_grad_()
-    ignored = torch.zeros(B, M, dtype=torch.bool)
-    ignored[1, 5:] = True
-    got, expected = (each(x, memory, memory, ignored, True) for each in (ours, theirs))
-    for a, b in zip(got, expected, strict=True):
-        assert_close(a, b, DOUBLE)
-    joined = [torch.cat([each.flatten() for each in pair]) for pair in (got, expected)]
-    assert_same_gradients(*joined, [x, memory], DOUBLE)
 
 
 def test_hidden_keys_may_hold_anything() -> None:

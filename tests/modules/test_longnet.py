@@ -17,6 +17,7 @@ from dilated_attention_pytorch.modules.longnet import magneto_gamma
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
+from support.weighed import randomised
 
 SEGMENTS, RATES = (4, 12), (1, 3)
 BRANCHES: dict[str, Any] = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
@@ -24,13 +25,6 @@ SMALL: dict[str, Any] = {"d_model": 24, "nhead": 4, "dim_feedforward": 40, **BRA
 DOUBLE = torch.float64
 B, N, M, E, L = 2, 29, 7, 24, 3
 STACKS = [LongNetEncoder, LongNetDecoder]
-
-
-def randomised(model: Any) -> Any:
-    """Random values everywhere, so that no bias of zero or norm weight of one hides a mistake."""
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def make_lm(**options: Any) -> LongNetLM:
@@ -160,15 +154,6 @@ def test_the_target_is_the_source_by_default() -> None:
     assert torch.allclose(padded[~ignored], model(src, src_key_padding_mask=ignored)[~ignored])
     masks["tgt_key_padding_mask"] = torch.zeros_like(ignored)  # what is said is done
     assert torch.equal(model(src, **masks), model(src, src, **masks))
-
-
-def test_dilated_cross_attention_reads_the_positions_of_its_segments() -> None:
-    model = make(cross_attention="dilated", segment_lengths=(4,), dilation_rates=(1,), num_encoder_layers=1)
-    src, tgt = torch.randn(2, 1, 12, 24, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(src, tgt)[0, 5].sum(), src)
-    assert gradient[0].abs().sum(-1).nonzero()[:, 0].tolist() == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match="one shape"):
-        model(src, tgt[:, :5])
 
 
 @pytest.mark.parametrize("position_encoding", [None, "rotary", "xpos"])
@@ -425,17 +410,6 @@ def test_no_cache_takes_tokens_unless_all_can(
         stack(x, is_causal=True, caches=[*caches[:-1], None if how is None else last_cache(**how)])
     assert [cache.lengths for cache in caches] == [(0, 0)] * L
     assert_close(stack(x, is_causal=True, caches=caches), stack(x, is_causal=True), DOUBLE)
-
-
-@torch.no_grad()
-def test_bad_memory_leaves_all_caches_as_they_were() -> None:
-    stack, x, memory = make_stack(LongNetDecoder, cross_attention="dense").eval(), features(), features(M)
-    caches = stack.make_caches(B)
-    for bad in (memory[:1], memory[..., 1:], memory.float(), memory[:, :0], None):
-        with pytest.raises((ValueError, TypeError), match=r"memory|batch of query|at least one position"):
-            stack(x, bad, caches=caches)
-        assert [cache.lengths for cache in caches] == [(0, 0)] * L
-    assert_close(stack(x, memory, caches=caches), stack(x, memory), DOUBLE)
 
 
 def test_other_errors_leave_all_caches_as_they_were() -> None:

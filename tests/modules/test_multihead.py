@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention, dilated_attention
+from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.modules.multihead import (
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     MultiheadModule,
 )
 from support.tolerances import assert_close, assert_same_gradients
+from support.weighed import randomised
 
 B, N, E, H = 3, 11, 12, 3
 SEGMENTS, RATES = (4, 11), (1, 3)
@@ -36,15 +37,8 @@ def make(cls: Class = MultiheadDilatedAttention, **options: Any) -> MultiheadDil
     return cls(E, H, **{"segment_lengths": (N,), "dilation_rates": (1,), "dtype": DOUBLE, **options})
 
 
-def randomise(module: nn.Module) -> Any:
-    """Random values everywhere, so that no bias of zero or norm weight of one hides a mistake."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module
-
-
 def theirs(**options: Any) -> nn.MultiheadAttention:
-    return randomise(nn.MultiheadAttention(E, H, **{"batch_first": True, "dtype": DOUBLE, **options}))
+    return randomised(nn.MultiheadAttention(E, H, **{"batch_first": True, "dtype": DOUBLE, **options}))
 
 
 def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +126,7 @@ def test_fused_projection_runs_once_and_only_where_all_inputs_are_one() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_grouped_heads_and_norm_equal_a_dense_computation(cls: Class, num_kv_heads: int) -> None:
     width, heads, d = 24, 4, 6
-    module = randomise(
+    module = randomised(
         cls(width, heads, (N,), (1,), num_kv_heads=num_kv_heads, layer_norm_eps=0.01, dtype=DOUBLE)
     )
     if module.fused_qkv:
@@ -155,16 +149,6 @@ def test_grouped_heads_and_norm_equal_a_dense_computation(cls: Class, num_kv_hea
         out, _ = module(query, key, value, key_padding_mask=padding(), is_causal=True)
         assert_close(out, dense, DOUBLE, "output")
         assert_same_gradients(out, dense, [inputs], DOUBLE)
-
-
-@of_each_class
-def test_the_pattern_is_that_of_the_function(cls: Class) -> None:
-    options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "layer_norm": False}
-    module, x = make(cls, **options, head_offsets="blocked"), tokens()
-    q, k, v = module._project(x, x, x)
-    inner = dilated_attention(q, k, v, SEGMENTS, RATES, head_offsets="blocked", is_causal=True)
-    assert torch.equal(module(x, is_causal=True)[0], module.out_proj(inner.flatten(2)))
-    assert not torch.allclose(module(x)[0], make(cls, layer_norm=False)(x)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
@@ -203,7 +187,7 @@ def test_fused_and_separate_start_alike() -> None:
 
 @of_each_class
 def test_copies_pickles_and_state_dicts(cls: Class) -> None:
-    module = randomise(make(cls, num_kv_heads=1, batch_first=False))
+    module = randomised(make(cls, num_kv_heads=1, batch_first=False))
     x, loaded = tokens(N, B, E), make(cls, num_kv_heads=1, batch_first=False)
     loaded.load_state_dict(module.state_dict())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
@@ -219,7 +203,7 @@ def test_copies_pickles_and_state_dicts(cls: Class) -> None:
 @pytest.mark.parametrize("mask", ["bool", "float"])
 def test_compiles_into_one_graph_once(cls: Class, mask: str) -> None:
     torch._dynamo.reset()
-    module = randomise(cls(E, H, SEGMENTS, RATES, num_kv_heads=1))
+    module = randomised(cls(E, H, SEGMENTS, RATES, num_kv_heads=1))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     ignored = padding() if mask == "bool" else torch.zeros(B, N).masked_fill(padding(), -math.inf)
     causal = None if mask == "bool" else causal_mask(torch.float32)
@@ -265,7 +249,7 @@ def test_autocast(cls: Class, is_self: bool) -> None:
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_serves_in_the_encoder_of_torch(is_training: bool) -> None:
-    layer = randomise(nn.TransformerEncoderLayer(E, H, 8, dropout=0.0, batch_first=True, dtype=DOUBLE))
+    layer = randomised(nn.TransformerEncoderLayer(E, H, 8, dropout=0.0, batch_first=True, dtype=DOUBLE))
     twin = copy.deepcopy(layer)
     twin.self_attn = make(layer_norm=False)
     twin.self_attn.load_multihead_state_dict(layer.self_attn.state_dict())
@@ -441,7 +425,7 @@ def test_weights_of_one_kind_load_into_another(
     """Fused projections and separate ones are the same weights; inside models too, by their prefixes."""
     options: dict[str, Any] = {"bias": bias, "num_kv_heads": num_kv_heads}
     source, target = (nn.ModuleDict({"layer": make(cls, **options)}) for cls in (one, other))
-    state, x = randomise(source).state_dict(), tokens()
+    state, x = randomised(source).state_dict(), tokens()
     names = list(state)
     target.load_state_dict(state)
     assert list(state) == names  # the caller's dict is as it was

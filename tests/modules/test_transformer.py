@@ -21,23 +21,17 @@ from dilated_attention_pytorch.modules.transformer import (
 from dilated_attention_pytorch.ring import shard_sequence, unshard_sequence
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
+from support.weighed import randomised
 
 B, N, M, E, H, FF = 2, 13, 9, 12, 3, 20
 DOUBLE = torch.float64
 SEGMENTS, RATES = (4, 13), (1, 2)
 
 
-def randomise(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-
-
 def make(cls: Any = DilatedTransformerEncoderLayer, **options: Any) -> Any:
     """One full branch without sub-layer norms, which is a layer of torch."""
     defaults = {"segment_lengths": (N,), "dilation_rates": (1,), "dim_feedforward": FF, "dropout": 0.0}
-    layer = cls(E, H, **{**defaults, "sub_layer_norm": False, "dtype": DOUBLE, **options})
-    randomise(layer)
-    return layer
+    return randomised(cls(E, H, **{**defaults, "sub_layer_norm": False, "dtype": DOUBLE, **options}), 0.4)
 
 
 def take_weights(ours: Any, theirs: Any) -> None:
@@ -131,7 +125,7 @@ def test_layers_equal_those_of_torch(cls: Any, masks: str, batch_first: bool, ac
     options: dict[str, Any] = {"batch_first": batch_first, "activation": activation, "layer_norm_eps": 0.01}
     of_torch = nn.TransformerDecoderLayer if is_decoder else nn.TransformerEncoderLayer
     theirs = of_torch(E, H, FF, 0.0, norm_first=True, dtype=DOUBLE, **options)
-    randomise(theirs)
+    randomised(theirs)
     ours = make(cls, **options)
     take_weights(ours, theirs)
     ignored = [padding(), padding(M)] if masks in ("padding", "both") else [None, None]
@@ -159,7 +153,7 @@ def test_layers_serve_in_the_stacks_of_torch(is_training: bool, is_causal: bool)
     results: list[list[Tensor]] = []
     encoder_layer = nn.TransformerEncoderLayer(E, H, FF, 0.0, **options)
     decoder_layer = nn.TransformerDecoderLayer(E, H, FF, 0.0, **options)
-    randomise(encoder_layer), randomise(decoder_layer)
+    randomised(encoder_layer), randomised(decoder_layer)
     own_encoder_layer, own_decoder_layer = make(), make(DilatedTransformerDecoderLayer)
     take_weights(own_encoder_layer, encoder_layer), take_weights(own_decoder_layer, decoder_layer)
     for first, second in ((own_encoder_layer, own_decoder_layer), (encoder_layer, decoder_layer)):
@@ -178,7 +172,7 @@ def test_layers_serve_in_the_stacks_of_torch(is_training: bool, is_causal: bool)
 def test_feed_forward_is_the_formula(activation: str, layer_norm: bool) -> None:
     norm: dict[str, Any] = {"layer_norm": layer_norm, "layer_norm_eps": 0.01}
     module = FeedForward(E, FF, activation=activation, **norm, dtype=DOUBLE)
-    randomise(module)
+    randomised(module)
     x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
     hidden = x @ module.fc1.weight.T + module.fc1.bias
     gelu, swish = 0.5 * (1 + torch.erf(hidden / math.sqrt(2))), torch.sigmoid(hidden)
