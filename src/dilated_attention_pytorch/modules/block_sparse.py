@@ -15,14 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from ..block_sparse import (
-    attend_blocks,
-    block_ends,
-    build_block_pattern,
-    check_branches,
-    pool_keys,
-    pool_queries,
-)
+from .. import block_sparse as blocks
+from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_flags, check_inputs, check_positive_int, finite_float
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..core.tracing import uncompiled
@@ -257,8 +251,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
         super().__init__(segment_lengths, dilation_rates, config, **options)
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
         for name, size in {**sizes, "scorer_dim": scorer_dim}.items():
-            if size is not None:
-                check_positive_int(name, size)
+            check_positive_int(name, 1 if size is None else size)
         if (num_heads is None) != (head_dim is None) or (num_heads is None and num_kv_heads is not None):
             raise ValueError("num_heads and head_dim are given together, num_kv_heads only with them")
         if num_heads is not None and num_heads % (num_kv_heads or num_heads):
@@ -342,10 +335,10 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
                 rule = f"the scorer was made for {tuple(scorer.shape[:2])} heads and features"
                 raise ValueError(f"{rule}, got {tuple(x.shape[2:])}")
         size, n = self._config.block_size, key.shape[1]
-        rows = pool_queries(query, size, is_causal, mask)
-        keys = pool_keys(key, size, mask)
+        rows = blocks.pool_queries(query, size, is_causal, mask)
+        keys = blocks.pool_keys(key, size, mask)
         if not is_causal:  # all keys of a block may know all of it
-            keys = keys[:, block_ends(n, size).to(key.device)].repeat_interleave(size, 1)[:, :n]
+            keys = keys[:, blocks.block_ends(n, size).to(key.device)].repeat_interleave(size, 1)[:, :n]
         row = rows @ self.query_scorer.to(rows.dtype) / math.sqrt(self.scorer_dim)
         return row, torch.einsum("bnhd,hdf->bnhf", keys, self.key_scorer.to(keys.dtype))
 
@@ -354,7 +347,7 @@ class BlockSparseAdaptiveDilatedAttention(LazyModuleMixin, BlockSparseDilatedAtt
     def choose(self, row: Tensor, keys: Tensor, is_causal: bool = False, mask: Mask = None) -> BlockPattern:
         """The pattern of the given features, with noise in training."""
         n, config = keys.shape[1], self._config
-        column = keys[:, block_ends(n, config.block_size).to(keys.device)].transpose(1, 2)
+        column = keys[:, blocks.block_ends(n, config.block_size).to(keys.device)].transpose(1, 2)
         noise = self.temperature if self.training else 0.0
         return choose_blocks(row, column, n, config, is_causal, mask, noise)
 

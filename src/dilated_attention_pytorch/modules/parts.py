@@ -26,6 +26,7 @@ from ..checks import (
 )
 from .attention import Device, Dtype, Mask, Number
 
+CROSS_ATTENTIONS = ("dense", "dilated")
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
 

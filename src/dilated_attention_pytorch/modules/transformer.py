@@ -1,4 +1,4 @@
-"""Transformer layers over dilated attention: pre-norm MAGNETO blocks (arXiv:2210.06423) as LongNet has them.
+"""Transformer layers over dilated attention, and stacks of them: pre-norm MAGNETO blocks (arXiv:2210.06423).
 
 Attributes have the names of torchscale, so that its state dicts load as they are.
 """
@@ -6,24 +6,24 @@ Attributes have the names of torchscale, so that its state dicts load as they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..checks import (
-    check_flags,
-    keyword_names,
-    one_of,
-    refuse_unknown,
-)
+from ..checks import check_flags, keyword_names, one_of, refuse_unknown
 from ..decode import DilatedKVCache
 from .attention import Branch, Device, Dtype, Mask
-from .call_checks import check_embedded, explain_mismatch
+from .call_checks import check_caches, check_embedded, check_in_step, explain_mismatch
+from .longnet_config import LongNetEncoderConfig, StackConfig
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
-from .parts import DenseAttention, DropPath, FeedForward, check_lengths
+from .parts import CROSS_ATTENTIONS, DenseAttention, DropPath, FeedForward, check_lengths, magneto_gamma
+from .pretrained import PretrainedModel
 
-CROSS_ATTENTIONS = ("dense", "dilated")
 Lengths = Sequence[int] | Tensor | None
+Caches = Sequence[DilatedKVCache] | None
+_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations", "attention_options")
 
 
 class DilatedTransformerEncoderLayer(nn.Module):
@@ -249,3 +249,91 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self.encoder_attn.check_call(tgt, memory, **call)
         time = 1 if self.self_attn.batch_first else 0
         check_lengths(tgt.shape[time], memory.shape[time], call["is_causal"])
+
+
+class LongNetStack(PretrainedModel):
+    """Layers, one after the other, and a final norm. It can be saved where its settings are plain data."""
+
+    config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
+    _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_layers: int = 12,
+        *,
+        device: Device = None,
+        dtype: Dtype = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if "batch_first" in settings:
+            raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
+        settings |= {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config = config = self.config_class.of(**settings)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {**config.stack_options(), **config.attention_options, **placed}
+        for name in _NOT_OF_LAYERS:
+            del options[name]
+        cross_attention = getattr(config, "cross_attention", None)
+        if self._layer_class is DilatedTransformerDecoderLayer:
+            options["cross_attention"] = cross_attention
+        if config.gamma_init is None:
+            # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
+            gain = magneto_gamma(0 if cross_attention is None else 1, num_layers, is_decoder=True)
+            options["gamma_init"] = gain if config.sub_layer_norm else 1.0
+        self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
+        rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
+        self.layers: Any = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
+        norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed) if config.normalize_output else None
+        self.layer_norm: nn.LayerNorm | None = norm
+
+    def reset_parameters(self) -> None:
+        """Initialises all layers, as after `.to_empty()`."""
+        for layer in self.layers:
+            layer.reset_parameters()
+        if self.layer_norm is not None:
+            self.layer_norm.reset_parameters()
+
+    def make_caches(
+        self, batch_size: int, device: Device = None, dtype: Dtype = None
+    ) -> list[DilatedKVCache]:
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
+        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self.layers]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
+        return bool(self.layers[0].self_attn.is_sharded)
+
+    def _run(
+        self, x: Tensor, call: dict[str, Any], caches: Caches, return_all: bool
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Applies layer by layer, each with the arguments `call` and its cache, then the final norm."""
+        check_embedded("x", x, self.d_model, "(b, n, d_model)")
+        check_flags(return_all=return_all)
+        if caches is not None:
+            self._check_cached(x, call, caches)
+        recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
+        states = [x] if return_all else []
+        for index, layer in enumerate(self.layers):
+            if recompute and caches is None:
+                x = checkpoint(layer, x, **call, use_reentrant=False)
+            else:
+                x = layer(x, **call, cache=None if caches is None else caches[index])
+            if return_all:
+                states.append(x)
+        out = x if self.layer_norm is None else self.layer_norm(x)
+        return (out, states) if return_all else out
+
+    def _check_cached(self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step."""
+        check_caches(caches, len(self.layers))
+        given = [each for each in (x, *call.values()) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
+            hint = "call it under torch.no_grad() or torch.inference_mode()"
+            raise ValueError(f"with caches there is no gradient: {hint}, got tensors that require one")
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.check_call(x, is_causal=True, cache=cache)
+        check_in_step(caches)
