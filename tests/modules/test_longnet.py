@@ -58,12 +58,10 @@ class Plain:
         self.weights, self.num_heads = dict(model.named_parameters()), num_heads
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def heads(self, name: str, x: Tensor) -> Tensor:
         return self.linear(name, x).unflatten(-1, (self.num_heads, -1))
@@ -74,32 +72,23 @@ class Plain:
         out = dilated_attention_reference(q, k, v, SEGMENTS, RATES, is_causal=causal, key_mask=mask)
         return self.linear(f"{name}.out_proj", self.norm(f"{name}.inner_attn_ln", out.flatten(2)))
 
-    def cross(self, name: str, x: Tensor, memory: Tensor, ignored: Tensor | None) -> Tensor:
-        q = self.heads(f"{name}.q_proj", x)
-        k, v = (self.heads(f"{name}.{each}_proj", memory) for each in "kv")
-        scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(q.shape[-1])
-        if ignored is not None:
-            scores = scores.masked_fill(ignored[:, None, None], -math.inf)
-        out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
+    def cross(self, name: str, x: Tensor, memory: Tensor, ignored: Tensor | None = None) -> Tensor:
+        given = {"q": x, "k": memory, "v": memory}
+        q, k, v = (self.heads(f"{name}.{each}_proj", y).transpose(1, 2) for each, y in given.items())
+        mask = None if ignored is None else ~ignored[:, None, None]
+        out = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
         return self.linear(f"{name}.out_proj", out.flatten(2))
 
     def stack(
-        self,
-        name: str,
-        layers: int,
-        x: Tensor,
-        causal: bool,
-        ignored: Tensor | None = None,
-        memory: Tensor | None = None,
-        memory_ignored: Tensor | None = None,
+        self, name: str, layers: int, x: Tensor, causal: bool, ignored: Any = None, *of_memory: Any
     ) -> Tensor:
         for i in range(layers):
             layer = f"{name}.layers.{i}"
             normed = self.norm(f"{layer}.self_attn_layer_norm", x)
             x = x + self.attend(f"{layer}.self_attn", normed, causal, ignored)
-            if memory is not None:
+            if of_memory:
                 normed = self.norm(f"{layer}.encoder_attn_layer_norm", x)
-                x = x + self.cross(f"{layer}.encoder_attn", normed, memory, memory_ignored)
+                x = x + self.cross(f"{layer}.encoder_attn", normed, *of_memory)
             hidden = F.gelu(self.linear(f"{layer}.ffn.fc1", self.norm(f"{layer}.final_layer_norm", x)))
             x = x + self.linear(f"{layer}.ffn.fc2", self.norm(f"{layer}.ffn.ffn_layernorm", hidden))
         return self.norm(f"{name}.layer_norm", x)

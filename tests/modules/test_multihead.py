@@ -129,12 +129,7 @@ def test_grouped_heads_and_norm_equal_a_dense_computation(cls: Class, num_kv_hea
     module = randomised(
         cls(width, heads, (N,), (1,), num_kv_heads=num_kv_heads, layer_norm_eps=0.01, dtype=DOUBLE)
     )
-    if module.fused_qkv:
-        sizes = [width, num_kv_heads * d, num_kv_heads * d]
-        parts = [module.qkv_proj.weight.split(sizes), module.qkv_proj.bias.split(sizes)]
-    else:
-        layers = (module.q_proj, module.k_proj, module.v_proj)
-        parts = [[layer.weight for layer in layers], [layer.bias for layer in layers]]
+    parts = module._qkv_parameters()
     inputs = tokens(3, B, N, width).requires_grad_()
     for query, key, value in ((inputs[0],) * 3, tuple(inputs)):
         q, k, v = (
