@@ -88,7 +88,7 @@ class AttentionModule(nn.Module):
         self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.kernel, self.workspace_bytes, self.dtype = kernel, workspace_bytes, dtype
         check_execution(self._execution)
-        self._profile()
+        self._switch_on()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = self.spec.dropout_p > 0
         self.device = check_device(device)
@@ -160,7 +160,8 @@ class AttentionModule(nn.Module):
         """How the calls of this module run."""
         return _make_execution(self.kernel, self.workspace_bytes, self._memory, self.use_pattern_cache)
 
-    def _profile(self) -> None:
+    def _switch_on(self) -> None:
+        """Tells the shared cache and pool what was asked for, also after unpickling."""
         if not self.enable_profiling:
             return
         sources: tuple[Any, ...] = (self._pattern_cache, self._memory_pool, self._manager)
@@ -172,7 +173,7 @@ class AttentionModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._profile()
+        self._switch_on()
 
     def _check_declared(self, query: Tensor) -> None:
         if not isinstance(query, Tensor):

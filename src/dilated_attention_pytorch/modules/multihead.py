@@ -22,15 +22,7 @@ from ..checks import (
 )
 from ..decode import DilatedKVCache
 from ..spec import resolve_branches
-from .attention import (
-    AttentionModule,
-    Branch,
-    Device,
-    DilatedAttention,
-    Dtype,
-    ImprovedDilatedAttention,
-    Mask,
-)
+from .attention import AttentionModule, Device, DilatedAttention, Dtype, ImprovedDilatedAttention, Mask
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .call_checks import (
     OF_HEADS,
@@ -350,8 +342,8 @@ class MultiheadDilatedAttention(MultiheadModule):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Branch = None,
-        dilation_rates: Branch = None,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         dropout: float | None = 0.0,
         *,
         max_length: int | None = None,

@@ -222,6 +222,8 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         branches, options: those of `RingDilatedAttentionV2`.
     """
 
+    cache_on_gpu = False  # until the constructor has made the rest
+
     def __init__(self, *branches: Any, cache_on_gpu: bool | None = None, **options: Any) -> None:
         super().__init__(*branches, **options)
         if cache_on_gpu is not None and not isinstance(cache_on_gpu, bool):
@@ -232,12 +234,9 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         self._switch_on()
 
     def _switch_on(self) -> None:
+        super()._switch_on()
         if self.cache_on_gpu and self._pattern_cache is not None:
             self._pattern_cache.cache_on_gpu = True
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._switch_on()
 
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         return {**super()._changed(), "cache_on_gpu": (self.cache_on_gpu, self.use_pattern_cache)}
