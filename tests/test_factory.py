@@ -32,14 +32,15 @@ BLOCKS = {"sparse_config": {"pattern_type": "local_window", "block_size": 64}}
 Q = torch.randn(1, 300, 4, 8)
 
 
-@pytest.fixture
-def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**40, 2**40))
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how much of it a device has: plenty."""
 
+    def available(nbytes: int) -> None:
+        monkeypatch.setattr(factory, "device_memory", lambda device: Memory(nbytes, 2**40))
 
-@pytest.fixture
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device_memory", lambda device: Memory(2**30, 2**34))
+    available(2**40)
+    return available
 
 
 def multihead(kind: str, lengths: list[int], rates: list[int], **options: Any) -> Any:
@@ -61,7 +62,7 @@ def name_of(module: object) -> str:
         ("distributed", "RingDilatedAttentionProduction"),
     ],
 )
-def test_kinds_compute_the_same(kind: str, name: str, plenty: None) -> None:
+def test_kinds_compute_the_same(kind: str, name: str) -> None:
     module = create_dilated_attention(kind, SHORT, RATES)
     assert type(module) is getattr(package, name)
     q, k, v = torch.randn(3, 2, 700, 4, 8).unbind(0)
@@ -69,7 +70,7 @@ def test_kinds_compute_the_same(kind: str, name: str, plenty: None) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 4])  # a data-parallel run has a sequence in each
-def test_auto_goes_by_the_length(plenty: None, monkeypatch: pytest.MonkeyPatch, num_processes: int) -> None:
+def test_auto_goes_by_the_length(monkeypatch: pytest.MonkeyPatch, num_processes: int) -> None:
     monkeypatch.setattr(ring_module, "group_size", lambda group: num_processes)
     long = {"segment_lengths": LONG, "dilation_rates": RATES}
     assert name_of(create_dilated_attention("auto", SHORT, RATES)) == "DilatedAttention"
@@ -79,7 +80,7 @@ def test_auto_goes_by_the_length(plenty: None, monkeypatch: pytest.MonkeyPatch, 
     assert name_of(made) == "MultiheadDilatedAttention"
 
 
-def test_ring_kinds_take_their_options(plenty: None) -> None:
+def test_ring_kinds_take_their_options() -> None:
     ring: Any = create_dilated_attention("ring", SHORT, RATES, ring_size=8, strategy="ring")
     assert (ring.ring_size, ring.strategy) == (8, "ring")
     long: Any = create_dilated_attention(
@@ -100,7 +101,7 @@ def test_ring_kinds_take_their_options(plenty: None) -> None:
         *((multihead, kind) for kind in ("auto", *MULTIHEAD_KINDS)),
     ],
 )
-def test_the_pool_turns_itself_on_for_long_segments(create: Any, kind: str, plenty: None) -> None:
+def test_the_pool_turns_itself_on_for_long_segments(create: Any, kind: str) -> None:
     assert not create(kind, SHORT, RATES).enable_memory_pool
     assert create(kind, LONG, RATES).enable_memory_pool
     assert not create(kind, LONG, RATES, enable_memory_pool=False).enable_memory_pool
@@ -109,7 +110,8 @@ def test_the_pool_turns_itself_on_for_long_segments(create: Any, kind: str, plen
 
 
 @pytest.mark.parametrize("create", [create_dilated_attention, multihead])
-def test_little_memory_means_small_tiles_and_nothing_kept(create: Any, little: None) -> None:
+def test_little_memory_means_small_tiles_and_nothing_kept(create: Any, memory: Any) -> None:
+    memory(2**30)
     made = create("auto", LONG, RATES)
     assert (made.workspace_bytes, made.lightweight_pool) == (2**22, True)
     asked = create("auto", LONG, RATES, workspace_bytes=2**25, lightweight_pool=False)
@@ -117,7 +119,7 @@ def test_little_memory_means_small_tiles_and_nothing_kept(create: Any, little: N
     assert not create("auto", LONG, RATES, enable_memory_pool=False).lightweight_pool
 
 
-def test_the_choice_explains_itself(plenty: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_explains_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dilated_attention_pytorch"):
         module = create_dilated_attention("auto", LONG, RATES, dropout=0.1)
         heads = create_multihead_dilated_attention("auto", 32, 4, LONG, RATES, position_encoding="rotary")
@@ -141,7 +143,7 @@ def test_the_choice_explains_itself(plenty: None, caplog: pytest.LogCaptureFixtu
     assert "- enable_memory_pool: as asked" in str(asked)
 
 
-def test_made_modules_copy_and_pickle(plenty: None) -> None:
+def test_made_modules_copy_and_pickle() -> None:
     module = create_dilated_attention("improved_v2", LONG, RATES)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert repr(twin) == repr(module)
@@ -149,7 +151,7 @@ def test_made_modules_copy_and_pickle(plenty: None) -> None:
 
 
 @pytest.mark.parametrize("kind", MULTIHEAD_KINDS)
-def test_multihead_kinds(kind: str, plenty: None) -> None:
+def test_multihead_kinds(kind: str) -> None:
     options = BLOCKS if kind.startswith("block_sparse") else {}
     made = create_multihead_dilated_attention(kind, 32, 4, SHORT, RATES, num_kv_heads=2, **options)
     assert type(made) is MULTIHEAD_KINDS[kind]
@@ -251,19 +253,13 @@ TYPED, WHOLE = "needs a pattern of that type, got random", "sparse_config is the
     [
         ("dilated", ["fast"], {}, ValueError, f"kind must be one of {KINDS}, got 'fast'"),
         ("dilated", [], {"seq_len": 0}, ValueError, "seq_len must be a positive integer, got 0"),
-        ("dilated", ["auto", SHORT, [1]], {}, ValueError, "same length"),
         ("dilated", [], {"speed": 11}, TypeError, "has no 'speed'"),
         ("multihead", ["improved_v2"], {}, ValueError, f"must be one of {MULTIHEAD}, got 'improved_v2'"),
-        ("multihead", ["auto", 10, 3], {}, ValueError, "a multiple of num_heads, got 10 and 3"),
-        ("multihead", [], {"seq_len": 0}, ValueError, "seq_len must be a positive integer, got 0"),
         ("multihead", [], {"speed": 11}, TypeError, "has no 'speed'"),
         ("blocks", ["fast"], {}, ValueError, f"must be one of auto, {', '.join(VARIANTS)}, got 'fast'"),
         ("blocks", [], {"preset": "books"}, ValueError, "preset must be one of local, document, genome"),
-        ("blocks", [], {"preset": ["local"]}, ValueError, "preset must be one of local, document, genome"),
-        ("blocks", ["base", 2048, [1]], {}, TypeError, "segment_lengths must be a sequence .* got 2048"),
         ("blocks", ["adaptive"], RANDOM, ValueError, f"variant 'adaptive' {TYPED}"),
         ("blocks", ["hierarchical"], RANDOM, ValueError, f"variant 'hierarchical' {TYPED}"),
-        ("blocks", [], {"sparsity_ratio": 0}, ValueError, "sparsity_ratio is the fraction kept"),
         ("blocks", ["base"], {"speed": "high"}, TypeError, "has no 'speed'"),
         ("blocks", [], {**CONFIG, "sparsity_ratio": 0.1}, ValueError, f"{WHOLE} sparsity_ratio beside it"),
         ("blocks", [], {**CONFIG, "block_size": 32}, ValueError, f"{WHOLE} block_size beside it"),

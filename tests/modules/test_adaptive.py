@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch import (
-    BlockPattern,
     BlockSparseAdaptiveDilatedAttention,
     BlockSparseDilatedAttention,
     SparsePatternConfig,
 )
-from support.threads import in_threads
 from support.tolerances import assert_close, assert_same_gradients
 
 Adaptive = BlockSparseAdaptiveDilatedAttention
@@ -160,18 +158,6 @@ def test_weights_are_of_one_pattern_and_without_dropout() -> None:
     assert (weights.sum(-1) - 1).abs().max() < 1e-12
 
 
-def test_density_is_what_was_asked_and_the_diagonal_is_kept() -> None:
-    q, k, _ = tensors()
-    for ratio in (0.005, 0.2, 0.5, 1.0):
-        module = make(ratio)
-        for is_causal in (False, True):
-            pattern = module.choose(*module.features(q, k, is_causal), is_causal)
-            rows = pattern.rows
-            total = rows * (rows + 1) / 2 if is_causal else rows**2
-            assert abs(pattern.density - ratio) * total <= rows
-            assert pattern.to_layout().diagonal(dim1=-2, dim2=-1).all()
-
-
 def test_noise_only_in_training_and_annealed_away() -> None:
     module, (q, k, _) = make(0.5), tensors()
     features = module.features(q, k)
@@ -245,21 +231,6 @@ def test_first_call_in_inference_mode_or_in_error_spoils_nothing() -> None:
     assert module.query_scorer.grad is not None
 
 
-def test_first_call_from_several_threads() -> None:
-    q, k, v = tensors()
-    for _ in range(5):
-        module = lazy().eval()
-
-        def call(number: int, module: Adaptive = module) -> Tensor:
-            if number % 2:
-                module.features(q, k)
-            return module(q, k, v)
-
-        for out in in_threads(call, 6):
-            assert torch.equal(out, module(q, k, v))
-        assert module.query_scorer.data_ptr() != module.key_scorer.data_ptr()
-
-
 def test_the_first_call_makes_weights_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one thread makes them, another waits, or else sees none."""
     (q, k, v), module = tensors(), lazy().eval()
@@ -300,28 +271,3 @@ def test_empty_batch() -> None:
     q, k, v = (x.detach()[:0] for x in tensors())
     for module in modules():
         assert module(q, k, v).shape == (0, 90, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_kv_heads": 2}, ValueError, "given together, num_kv_heads only with them"),
-        ({"num_heads": 4}, ValueError, "num_heads and head_dim are given together"),
-        (
-            {"num_heads": 4, "head_dim": 8, "num_kv_heads": 3},
-            ValueError,
-            "num_kv_heads must divide num_heads, got 3 and 4",
-        ),
-        ({"sparse_config": {"pattern_type": "random"}}, ValueError, "of type \"adaptive\", got 'random'"),
-        (
-            {"sparse_config": BlockPattern.from_layout(torch.eye(2) > 0, 4, 2)},
-            TypeError,
-            "makes its patterns itself, got a BlockPattern",
-        ),
-        ({"scorer_dim": 0}, ValueError, "scorer_dim must be a positive integer, got 0"),
-        ({"temperature": -1}, ValueError, r"temperature must not be negative, got -1\.0"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Adaptive(**options)

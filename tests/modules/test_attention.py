@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch import (
@@ -35,6 +35,7 @@ from dilated_attention_pytorch.core import (
     reset_global_memory_pool,
     reset_global_pattern_cache,
 )
+from dilated_attention_pytorch.modules import MultiheadModule
 from support.threads import in_threads
 from support.weighed import RATES, SEGMENTS, qkv, run
 
@@ -140,35 +141,19 @@ def test_bit_equal_in_small_tiles_and_with_dropout(made: Made) -> None:
             assert_equal(run(module, qkv(dtype=torch.bfloat16)), expected)
 
 
-class Block(nn.Module):
-    """Projections around attention, so that there are weights whose gradients add up."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.into, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
-        self.attention, self.seen = attention, torch.float32
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.into(x).view(*x.shape[:2], 3, 3, 8).unbind(2)
-        attended = self.attention(q, k, v, is_causal=True)
-        self.seen = attended.dtype
-        return x + self.out(attended.flatten(2))
-
-
 @each_chosen
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_accumulate_over_micro_batches(made: Made, autocast: bool) -> None:
     gradients = []
     for attention in (DilatedAttention(SEGMENTS, RATES), make(made)):
-        block, rng = Block(attention), torch.Generator().manual_seed(5)
+        torch.manual_seed(3)
+        block, rng = MultiheadModule(24, 3, attention), torch.Generator().manual_seed(5)
         inputs = [torch.randn(2, n, 24, generator=rng) for n in (37, 64, 37, 5)]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            outs = [block(x).float() for x in inputs]
-        assert block.seen == (torch.bfloat16 if autocast else torch.float32)
+            outs = [block(x, is_causal=True)[0] for x in inputs]
+        assert {out.dtype for out in outs} == {torch.bfloat16 if autocast else torch.float32}
         for out in outs[::-1]:  # all graphs are alive at once
-            out.square().mean().backward()
+            out.float().square().mean().backward()
         gradients.append([x.grad for x in block.parameters() if x.grad is not None])
     assert {gradient.dtype for gradient in gradients[1]} == {torch.float32}
     assert_equal(gradients[1], gradients[0])
@@ -206,23 +191,17 @@ def test_pickles_in_a_fresh_process(tmp_path: Path) -> None:
     expected = [run(module, qkv()) for module in modules]
     (tmp_path / "modules").write_bytes(pickle.dumps(modules))
     torch.save((qkv(), expected), tmp_path / "tensors")
-    script = f"""
+    script = """
 import pickle, sys, torch
 torch.set_num_threads(1)
-modules = pickle.load(open({str(tmp_path / "modules")!r}, "rb"))
-tensors, expected = torch.load({str(tmp_path / "tensors")!r})
-for module, want in zip(modules, expected, strict=True):
+modules = pickle.load(open("modules", "rb"))
+tensors, expected = torch.load("tensors")
+for module, (want, *_) in zip(modules, expected, strict=True):
     for _ in range(2):
-        out = module(*tensors)
-        weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
-        got = [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
-        assert all(map(torch.equal, got, want))
+        assert torch.equal(module(*tensors), want)
 assert modules[-1].get_buffer_stats()["cache_hits"] > 0
-print("done")
 """
-    command = [sys.executable, "-c", script]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert child.stdout.split() == ["done"], child.stderr
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, cwd=tmp_path).returncode == 0
 
 
 @each_chosen
@@ -335,7 +314,7 @@ def test_reuse_in_training_at_varying_lengths(cls: Module) -> None:
             run(module, [torch.randn(shapes[i], requires_grad=True) for _ in range(3)], is_causal=True)
 
     epoch()
-    assert min(hit_rates(module, lambda: [epoch() for _ in range(3)])) >= 0.9
+    assert min(hit_rates(module, epoch)) >= 0.9
     if isinstance(module, V2):
         assert module.get_buffer_stats()["buffer_types"]["query"]["cache_hits"] > 0
 
@@ -407,72 +386,12 @@ def test_buffer_manager_of_the_second_version() -> None:
     assert one.get_buffer_stats()["cached_bytes"] == 0
 
 
-NO_MANAGER: Options = {"enable_buffer_manager": False}
-NO_CACHE: Options = {"enable_profiling": True, "use_pattern_cache": False}
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "error", "message"),
-    [
-        (DilatedAttention, {"lightweight_pool": True}, ValueError, "got enable_memory_pool=False"),
-        (DilatedAttention, NO_CACHE, ValueError, "enable_profiling needs a pattern cache or .* got neither"),
-        (ImprovedDilatedAttention, {"buffer_manager": None}, TypeError, "buffer_manager"),
-        (V2, {"buffer_manager": 3}, TypeError, "AttentionBufferManager, got int"),
-        (V2, {**NO_MANAGER, "lightweight_pool": True}, ValueError, "got enable_memory_pool=False"),
-        (V2, {**NO_MANAGER, **NO_CACHE}, ValueError, "got neither"),
-        *(
-            (V2, {**NO_MANAGER, **options}, ValueError, "are for a buffer manager, got enable_buffer_manager")
-            for options in (
-                {"enable_buffer_reuse": False},
-                {"enable_preallocation": True},
-                {"buffer_manager": AttentionBufferManager()},
-            )
-        ),
-        (
-            DilatedAttention,
-            {"attention_dropout": 0.2, "dropout": 0.1},
-            ValueError,
-            r"are one option, got the two values 0\.1 and 0\.2",
-        ),
-        (
-            DilatedAttention,
-            {"dtype": "float32"},
-            TypeError,
-            "dtype must be a floating-point torch.dtype, got 'float32'",
-        ),
-        (
-            DilatedAttention,
-            {"dtype": torch.int64},
-            TypeError,
-            "dtype must be a floating-point torch.dtype, got torch.int64",
-        ),
-    ],
-)
-def test_bad_combinations_raise(cls: Module, options: Options, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        cls(SEGMENTS, RATES, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"enable_buffer_reuse": False},
-        {"enable_preallocation": True},
-        {"lightweight_pool": True},
-        {"enable_memory_pool": True},
-    ],
-    ids=str,
-)
-def test_a_given_manager_keeps_its_settings(options: Options) -> None:
-    with pytest.raises(ValueError, match="the settings of a buffer_manager are its own, got"):
-        V2(SEGMENTS, RATES, buffer_manager=AttentionBufferManager(), **options)
-    suitable = AttentionBufferManager(
-        enable_reuse=options.get("enable_buffer_reuse", True),
-        enable_preallocation=options.get("enable_preallocation", False),
-        lightweight=options.get("lightweight_pool", False),
-        pool=get_global_memory_pool() if options.get("enable_memory_pool") else None,
-    )
-    assert V2(SEGMENTS, RATES, buffer_manager=suitable, **options).buffer_manager is suitable
+def test_a_given_manager_with_the_same_settings_is_taken() -> None:
+    own: Options = {"enable_preallocation": True, "lightweight_pool": True}
+    manager = AttentionBufferManager(enable_reuse=False, enable_preallocation=True, lightweight=True)
+    assert V2(SEGMENTS, RATES, enable_buffer_reuse=False, buffer_manager=manager, **own)._manager is manager
+    pooled = AttentionBufferManager(pool=get_global_memory_pool())
+    assert V2(SEGMENTS, RATES, enable_memory_pool=True, buffer_manager=pooled).buffer_manager is pooled
 
 
 def test_memory_options_take_effect_when_set_later() -> None:

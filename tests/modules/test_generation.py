@@ -1,8 +1,11 @@
-"""Generation: the tokens of full forwards, whatever the rows' lengths, chunks and neighbours."""
+"""Generation: the tokens of full forwards, whatever the rows' lengths, chunks and neighbours; and sampling:
+the distribution that was asked for, and the same tokens for the same seed."""
 
 from __future__ import annotations
 
 import copy
+import math
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.modules.longnet import LongNetLM
-from dilated_attention_pytorch.modules.sampling import Sampler, Sampling, row_seeds
-from support.tolerances import assert_close
+from dilated_attention_pytorch.modules.sampling import (
+    Sampler,
+    Sampling,
+    draw,
+    likeliest,
+    row_seeds,
+    shape_probabilities,
+)
+from support.weighed import randomised
 
 VOCAB = 13
 
@@ -26,10 +36,8 @@ SMALL |= {"segment_lengths": (4, 12), "dilation_rates": (1, 3)}
 
 
 def make(**options: Any) -> LongNetLM:
-    model = LongNetLM(VOCAB, **{**SMALL, **options})
-    for parameter in model.parameters():  # far from even logits, so that rounding does not decide
-        nn.init.normal_(parameter, std=0.5)
-    return model
+    # Far from even logits, so that rounding does not decide.
+    return randomised(LongNetLM(VOCAB, **{**SMALL, **options}), 0.5)
 
 
 def random_prompt(rows: int = 1, n: int = 9) -> Tensor:
@@ -99,27 +107,6 @@ def test_ragged_rows_chunks_and_stops(
         assert row == whole + [12] * (n + new - len(whole))
 
 
-def test_forward_with_caches_is_the_full_forward() -> None:
-    model = make(dtype=torch.float64)
-    tokens = torch.randint(VOCAB, (2, 40))
-    with torch.no_grad():
-        expected = model(tokens)
-        for parts in ([40], [1] * 40, [7, 1, 25, 7]):
-            caches = model.make_caches(2)
-            out = torch.cat([model(part, caches=caches) for part in tokens.split(parts, 1)], 1)
-            assert_close(out, expected, torch.float64)
-            assert [cache.lengths for cache in caches] == [(40, 40)] * 2
-
-
-def test_caches_are_of_the_models_dtype() -> None:
-    model = make(dtype=torch.bfloat16)
-    caches = model.make_caches(1)
-    with torch.no_grad():
-        model(torch.randint(VOCAB, (1, 5)), caches=caches)
-    assert {cache.dtype for cache in caches} == {torch.bfloat16}
-    assert model.generate(torch.randint(VOCAB, (1, 5)), 3).shape == (1, 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_generation_under_autocast(dtype: torch.dtype) -> None:
     model, prompt = make(dtype=dtype), random_prompt()
@@ -129,22 +116,6 @@ def test_generation_under_autocast(dtype: torch.dtype) -> None:
     # Rounding may decide between near equals: a chosen token is at least nearly the likeliest.
     chosen = logits[0, 8:-1].gather(1, out[0, 9:, None])[:, 0]
     assert (chosen > logits[0, 8:-1].amax(1) - 0.2).all()
-
-
-def test_memory_stays_bounded() -> None:
-    model, sizes = make(num_layers=1, dtype=torch.float32), []
-    made = model.make_caches
-    caches: list[Any] = []
-
-    def watch(batch_size: int) -> list[Any]:
-        caches.extend(made(batch_size))
-        return caches
-
-    model.make_caches = watch  # type: ignore[method-assign]
-    for _ in model.stream(torch.zeros(1, 1, dtype=torch.int64), 300):
-        sizes.append(sum(cache.nbytes for cache in caches))
-    assert caches[0].num_tokens == 300
-    assert sizes[30] == sizes[-1]
 
 
 def test_stream_gives_the_new_tokens_of_generate() -> None:
@@ -270,16 +241,11 @@ def test_stop_tokens_may_be_any_iterable(kind: Any) -> None:
     ("how", "error", "message"),
     [
         ({"lengths": [3]}, ValueError, "lengths must have one entry for each of the 2 rows, got 1"),
-        ({"lengths": [0, 3]}, ValueError, "lengths must lie between 1 and 3, got 0"),
         ({"lengths": [1, 4]}, ValueError, "lengths must lie between 1 and 3, got 4"),
-        ({"lengths": [1.0, 3]}, TypeError, "lengths must hold integers, got 1.0"),
-        ({"lengths": torch.tensor(3)}, TypeError, "lengths must be a sequence or tensor of integers, got 3"),
         ({"stop_tokens": 5}, TypeError, "stop_tokens must be a collection of integers, got 5"),
-        ({"stop_tokens": iter([13])}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[13\]"),
         ({"stop_tokens": ["a"]}, TypeError, r"stop_tokens must be a collection of integers, got \['a'\]"),
         ({"stop_tokens": [3, 13, -1]}, ValueError, r"stop_tokens must be from 0 to .* = 12, got \[-1, 13\]"),
         ({"do_sample": True, "top_k": 14}, ValueError, "top_k must be at most vocab_size, got 14 and 13"),
-        ({"temperature": 0.5}, ValueError, "without do_sample the likeliest token is taken, got temperature"),
         ({"do_sample": True, "seed": [1]}, ValueError, "seed must be one integer or 2, one a row, got 1"),
     ],
 )
@@ -317,3 +283,141 @@ def test_a_model_learns_a_text_and_says_it_again() -> None:
     assert loss < 0.1
     out = model.generate(text[:, :8], len(TEXT) - 8)
     assert bytes(out[0].tolist()).decode() == TEXT.decode()
+
+
+def expected_probabilities(
+    row: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> list[float]:
+    """The distribution in plain Python, by token."""
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    largest = max(row)
+    weights = [math.exp((x - largest) / temperature) for x in row]
+    kept = order[: top_k or len(row)]
+    total = sum(weights[token] for token in kept)
+    nucleus, mass = [], 0.0
+    for token in kept:
+        if top_p is not None and mass >= top_p:
+            break
+        nucleus.append(token)
+        mass += weights[token] / total
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(row))]
+
+
+def by_token(logits: Tensor, **options: Any) -> Tensor:
+    probabilities, tokens = shape_probabilities(logits, **options)
+    return torch.zeros_like(probabilities).scatter(1, tokens, probabilities)
+
+
+@given(
+    row=st.lists(st.integers(-40, 40).map(lambda x: x / 8), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.25, 1.0, 3.0]),
+    top_k=st.one_of(st.none(), st.integers(1, 12)),
+    # Between the sums that occur: at a sum itself rounding decides.
+    top_p=st.one_of(st.none(), st.floats(0.01, 0.99)),
+)
+def test_distribution_is_that_of_plain_python(
+    row: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    top_k = None if top_k is None else min(top_k, len(row))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    logits = torch.tensor([row, [x + 100 for x in row]], dtype=torch.float64)  # a shift changes nothing
+    want = torch.tensor(expected_probabilities(row, temperature, top_k, top_p), dtype=torch.float64)
+    for got in by_token(logits, **options):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 4}])
+def test_evenly_spaced_numbers_draw_the_distribution(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.3, 2.0, -1.0, 1.2, 2.0, -math.inf]])
+    count = 20_000
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens = draw(logits.expand(count, -1), uniforms, **options)
+    shares = tokens.bincount(minlength=6) / count
+    torch.testing.assert_close(shares.double(), by_token(logits, **options)[0], atol=1.01 / count, rtol=0)
+
+
+def test_ends_of_the_distribution() -> None:
+    logits = torch.tensor([[1.0, 0.0, -math.inf, 2.0]]).expand(3, -1)
+    # The last stands for a product that rounds up.
+    ends = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)
+    assert draw(logits, ends).tolist() == [3, 1, 1]
+    assert draw(logits, ends, top_k=2).tolist() == [3, 0, 0]
+    assert draw(logits, ends, top_p=1e-9).tolist() == [3, 3, 3]
+    assert draw(logits, ends, temperature=1e-6).tolist() == [3, 3, 3]
+
+
+def test_ties_go_to_the_smaller_token() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0]])
+    assert likeliest(logits).tolist() == [1]
+    assert by_token(logits, top_k=2).tolist() == [[0.0, 0.5, 0.5, 0.0]]
+
+
+def sampled(logits: Tensor, steps: int = 40, *, do_sample: bool = True, **how: Any) -> Tensor:
+    """Tokens (b, steps)."""
+    sampler = Sampler(Sampling(do_sample, **how), logits.shape[0])
+    return torch.stack([sampler(logits) for _ in range(steps)], dim=1)
+
+
+def test_a_row_draws_the_same_whatever_its_neighbours() -> None:
+    logits = torch.randn(4, 50)
+    whole = sampled(logits, seed=7)
+    assert torch.equal(whole, sampled(logits, seed=7))
+    # Fewer rows behind, and other neighbours.
+    assert torch.equal(whole[:2], sampled(logits[:2], seed=7))
+    others = torch.cat([torch.randn(2, 50), logits[2:3]])
+    assert torch.equal(whole[2], sampled(others, seed=7)[2])
+    # A row on its own, by the seed that it had.
+    assert torch.equal(whole[3], sampled(logits[3:], seed=[row_seeds(7, 4)[3]])[0])
+    assert not torch.equal(whole, sampled(logits, seed=8))
+
+
+def test_seeds_of_rows() -> None:
+    logits = torch.zeros(2, 50)
+    one, two = sampled(logits, seed=0)
+    assert not torch.equal(one, two)
+    one, two = sampled(logits, seed=[5, 5])
+    assert torch.equal(one, two)
+    assert len({*row_seeds(0, 100), *row_seeds(1, 100)}) == 200
+    # Without a seed torch decides.
+    torch.manual_seed(4)
+    one, two = sampled(logits), sampled(logits)
+    torch.manual_seed(4)
+    assert torch.equal(sampled(logits), one)
+    assert not torch.equal(one, two)
+
+
+def test_seeded_draws_are_those_of_python() -> None:
+    logits = torch.zeros(1, 10)  # uniform, so that a token is the first digit of the number
+    rng = random.Random(11)
+    digits = [int(rng.random() * 10) for _ in range(20)]
+    assert sampled(logits, 20, seed=[11])[0].tolist() == digits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_greedy_takes_the_likeliest(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 17).to(dtype)
+    tokens = sampled(logits, 2, do_sample=False)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, logits.argmax(1)[:, None].expand(-1, 2))
+
+
+BAD = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sampled(torch.zeros(3, 2), seed=[1, 2]), "one integer or 3, one a row, got 2"),
+        (lambda: draw(torch.zeros(1, 4), torch.zeros(1), top_k=5), "the number of tokens, got 5 and 4"),
+        (lambda: draw(BAD[:, :1], torch.zeros(1)), r"uniforms must be \(b,\) = \(2,\), got \(1,\)"),
+        (lambda: likeliest(BAD.long()), r"floating-point \(b, vocab\), got torch.int64 \(2, 2\)"),
+        (lambda: likeliest(torch.zeros(4)), r"got torch.float32 \(4,\)"),
+        (lambda: likeliest(BAD), "largest logit of each row must be finite, got nan in row 1"),
+        (lambda: shape_probabilities(BAD), "largest logit of each row must be finite, got nan in row 1"),
+        (lambda: likeliest(torch.full((1, 3), -math.inf)), "got -inf in row 0"),
+    ],
+)
+def test_bad_calls(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

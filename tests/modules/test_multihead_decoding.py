@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.decode import DilatedKVCache
 from dilated_attention_pytorch.modules.multihead import (
@@ -18,6 +18,7 @@ from dilated_attention_pytorch.modules.multihead import (
     RingMultiheadDilatedAttention,
 )
 from support.tolerances import assert_close, assert_same_gradients
+from support.weighed import randomised
 
 B, N, E, H = 2, 29, 24, 4
 SEGMENTS, RATES = (6, 16), (1, 3)
@@ -25,10 +26,8 @@ DOUBLE = torch.float64
 
 
 def make(cls: type[MultiheadDilatedAttention] = MultiheadDilatedAttention, **options: Any) -> Any:
-    module = cls(E, H, **{"segment_lengths": SEGMENTS, "dilation_rates": RATES, "dtype": DOUBLE, **options})
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module.eval()
+    branches = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
+    return randomised(cls(E, H, **{**branches, "dtype": DOUBLE, **options}), 0.4).eval()
 
 
 def tokens(b: int = B, n: int = N) -> Tensor:

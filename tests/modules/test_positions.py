@@ -18,7 +18,7 @@ from dilated_attention_pytorch import (
     RingMultiheadDilatedAttention,
     shard_sequence,
 )
-from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos, make_position_encoding
+from dilated_attention_pytorch.modules.positions import RotaryEmbedding, XPos
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from integrations.transcription import xpos
 from support.configurations import segment_and_rate
@@ -67,15 +67,6 @@ def test_memory_layouts_and_both_ways_to_turn(monkeypatch: pytest.MonkeyPatch) -
                 assert_close(each, expected, DOUBLE)
             (got,) = torch.autograd.grad((turned[0] * weight).sum(), wide)
             assert_close(got, want, DOUBLE)
-
-
-@pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: XPos(d, (4096,), scale_base=64.0)])
-@pytest.mark.parametrize("shift", [1, 17, 1000])
-def test_scores_depend_on_differences_only(make: Any, shift: int) -> None:
-    encode, (q, k) = make(D), heads(23)
-    here, there = (encode(q, k, torch.arange(23) + start) for start in (5, 5 + shift))
-    assert_close(scores(*here), scores(*there), DOUBLE)
-    assert not torch.allclose(scores(*here), scores(q, k))
 
 
 @pytest.mark.parametrize("n", [1, 2, 37])
@@ -169,19 +160,6 @@ def test_positions_beyond_the_range_of_a_dtype_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rotary", "xpos"])
-def test_positions_by_row_are_those_of_each_row(kind: str) -> None:
-    encode = make_position_encoding(kind, D, (64,))
-    assert encode is not None
-    q, k = heads(7)
-    positions = torch.randint(64, (2, 7))
-    together = encode(q, k, positions)
-    for row in range(2):
-        alone = encode(q[row : row + 1], k[row : row + 1], positions[row])
-        for got, want in zip(together, alone, strict=True):
-            assert torch.equal(got[row : row + 1], want)
-
-
-@pytest.mark.parametrize("kind", ["rotary", "xpos"])
 def test_modules_encode_queries_and_keys_only(kind: str) -> None:
     """With GQA, and both ways of projecting; values are left alone."""
     n, segments, rates = 61, (8, 12), (1, 3)
@@ -271,29 +249,6 @@ def test_heads_and_narrow_positions_of_an_encoding(encoding: RotaryEmbedding) ->
     for narrow in (torch.uint8, torch.int8):
         found, expected = encoding(q, q, positions.to(narrow)), encoding(q, q, positions)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: XPos(4, [0]), ValueError, "segment_lengths must lie between 1 and .* got 0"),
-        (lambda: XPos(4, []), ValueError, "segment_lengths must have at least one entry, got none"),
-        (lambda: XPos(4, [4.0]), TypeError, r"segment_lengths must hold integers, got 4\.0"),
-        (lambda: XPos(4, 4), TypeError, "segment_lengths must be a sequence or tensor of integers, got 4"),
-        (lambda: encoded("sine"), ValueError, "must be one of 'rotary', 'xpos', got 'sine'"),
-        (lambda: encoded(rotary_base=5.0), ValueError, r"is for a position encoding, got 5\.0 and none"),
-        (lambda: encoded("rotary", xpos_scale_base=64), ValueError, "'xpos', got 64 and 'rotary'"),
-        (lambda: encoded("xpos", xpos_scale_base=-1), ValueError, "must be positive and finite, got -1"),
-        (lambda: encoded("xpos", embed_dim=12), ValueError, "head_dim must be even, got 3"),
-    ],
-)
-def test_bad_settings(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def encoded(kind: str | None = None, embed_dim: int = 32, **options: Any) -> MultiheadDilatedAttention:
-    return MultiheadDilatedAttention(embed_dim, 4, position_encoding=kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["rotary", "xpos"])

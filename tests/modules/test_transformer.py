@@ -12,46 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.modules.longnet_stack import magneto_gamma
+from dilated_attention_pytorch.modules.longnet import magneto_gamma
+from dilated_attention_pytorch.modules.parts import ACTIVATIONS, DropPath, FeedForward
 from dilated_attention_pytorch.modules.transformer import (
-    ACTIVATIONS,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
-    DropPath,
-    FeedForward,
 )
 from dilated_attention_pytorch.ring import shard_sequence, unshard_sequence
 from support.ranks import run_ranks
 from support.tolerances import assert_close, assert_same_gradients
+from support.weighed import randomised
 
 B, N, M, E, H, FF = 2, 13, 9, 12, 3, 20
 DOUBLE = torch.float64
 SEGMENTS, RATES = (4, 13), (1, 2)
 
 
-def randomise(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-
-
 def make(cls: Any = DilatedTransformerEncoderLayer, **options: Any) -> Any:
     """One full branch without sub-layer norms, which is a layer of torch."""
     defaults = {"segment_lengths": (N,), "dilation_rates": (1,), "dim_feedforward": FF, "dropout": 0.0}
-    layer = cls(E, H, **{**defaults, "sub_layer_norm": False, "dtype": DOUBLE, **options})
-    randomise(layer)
-    return layer
+    return randomised(cls(E, H, **{**defaults, "sub_layer_norm": False, "dtype": DOUBLE, **options}), 0.4)
 
 
 def take_weights(ours: Any, theirs: Any) -> None:
     """Of a layer of torch with norm_first."""
     is_decoder = isinstance(theirs, nn.TransformerDecoderLayer)
     ours.self_attn.load_multihead_state_dict(theirs.self_attn.state_dict())
-    pairs = [
-        (ours.self_attn_layer_norm, theirs.norm1),
-        (ours.ffn.fc1, theirs.linear1),
-        (ours.ffn.fc2, theirs.linear2),
-    ]
-    pairs.append((ours.final_layer_norm, theirs.norm3 if is_decoder else theirs.norm2))
+    pairs = [(ours.self_attn_layer_norm, theirs.norm1), (ours.ffn.fc1, theirs.linear1)]
+    pairs += [(ours.ffn.fc2, theirs.linear2)]
+    pairs += [(ours.final_layer_norm, theirs.norm3 if is_decoder else theirs.norm2)]
     if is_decoder:
         ours.encoder_attn.load_multihead_state_dict(theirs.multihead_attn.state_dict())
         pairs.append((ours.encoder_attn_layer_norm, theirs.norm2))
@@ -136,7 +125,7 @@ def test_layers_equal_those_of_torch(cls: Any, masks: str, batch_first: bool, ac
     options: dict[str, Any] = {"batch_first": batch_first, "activation": activation, "layer_norm_eps": 0.01}
     of_torch = nn.TransformerDecoderLayer if is_decoder else nn.TransformerEncoderLayer
     theirs = of_torch(E, H, FF, 0.0, norm_first=True, dtype=DOUBLE, **options)
-    randomise(theirs)
+    randomised(theirs)
     ours = make(cls, **options)
     take_weights(ours, theirs)
     ignored = [padding(), padding(M)] if masks in ("padding", "both") else [None, None]
@@ -164,7 +153,7 @@ def test_layers_serve_in_the_stacks_of_torch(is_training: bool, is_causal: bool)
     results: list[list[Tensor]] = []
     encoder_layer = nn.TransformerEncoderLayer(E, H, FF, 0.0, **options)
     decoder_layer = nn.TransformerDecoderLayer(E, H, FF, 0.0, **options)
-    randomise(encoder_layer), randomise(decoder_layer)
+    randomised(encoder_layer), randomised(decoder_layer)
     own_encoder_layer, own_decoder_layer = make(), make(DilatedTransformerDecoderLayer)
     take_weights(own_encoder_layer, encoder_layer), take_weights(own_decoder_layer, decoder_layer)
     for first, second in ((own_encoder_layer, own_decoder_layer), (encoder_layer, decoder_layer)):
@@ -181,21 +170,15 @@ def test_layers_serve_in_the_stacks_of_torch(is_training: bool, is_causal: bool)
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swish"])
 @pytest.mark.parametrize("layer_norm", [True, False])
 def test_feed_forward_is_the_formula(activation: str, layer_norm: bool) -> None:
-    module = FeedForward(
-        E, FF, activation=activation, layer_norm=layer_norm, layer_norm_eps=0.01, dtype=DOUBLE
-    )
-    randomise(module)
+    norm: dict[str, Any] = {"layer_norm": layer_norm, "layer_norm_eps": 0.01}
+    module = FeedForward(E, FF, activation=activation, **norm, dtype=DOUBLE)
+    randomised(module)
     x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
     hidden = x @ module.fc1.weight.T + module.fc1.bias
-    plain = {
-        "gelu": lambda y: y * 0.5 * (1 + torch.erf(y / math.sqrt(2))),
-        "relu": lambda y: y.clamp_min(0),
-        "swish": lambda y: y * torch.sigmoid(y),
-    }[activation](hidden)
-    if module.ffn_layernorm is not None:
-        centred = plain - plain.mean(-1, keepdim=True)
-        plain = centred / (centred.square().mean(-1, keepdim=True) + 0.01).sqrt()
-        plain = plain * module.ffn_layernorm.weight + module.ffn_layernorm.bias
+    gelu, swish = 0.5 * (1 + torch.erf(hidden / math.sqrt(2))), torch.sigmoid(hidden)
+    plain = hidden * {"gelu": gelu, "swish": swish, "relu": hidden > 0}[activation]
+    if (norm := module.ffn_layernorm) is not None:
+        plain = F.layer_norm(plain, (FF,), norm.weight, norm.bias, 0.01)
     expected = plain @ module.fc2.weight.T + module.fc2.bias
     assert_close(module(x), expected, DOUBLE)
     assert_same_gradients(module(x), expected, [x, *module.parameters()], DOUBLE)
@@ -215,23 +198,6 @@ def test_activation_in_float32_or_wider(dtype: torch.dtype, monkeypatch: pytest.
     out = module(x)
     assert (seen, out.dtype) == ([DOUBLE if dtype == DOUBLE else torch.float32], dtype)
     assert torch.equal(out, module.fc2(module.ffn_layernorm(module.fc1(x).abs())))
-
-
-@pytest.mark.parametrize("kind", ["standard", "improved"])
-def test_magneto_block_is_the_formula(kind: str) -> None:
-    branches = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
-    layer = make(kind=kind, sub_layer_norm=True, num_kv_heads=1, **branches)
-    x = torch.randn(B, N, E, dtype=DOUBLE, requires_grad=True)
-    attention = layer.self_attn
-    assert attention.inner_attn_ln is not None
-    assert layer.ffn.ffn_layernorm is not None
-    normed = layer.self_attn_layer_norm(x)
-    heads = attention.attention(*attention._project(normed, normed, normed)).flatten(2)
-    middle = x + attention.out_proj(attention.inner_attn_ln(heads))
-    hidden = F.gelu(layer.ffn.fc1(layer.final_layer_norm(middle)))
-    expected = middle + layer.ffn.fc2(layer.ffn.ffn_layernorm(hidden))
-    assert_close(layer(x), expected, DOUBLE)
-    assert_same_gradients(layer(x), expected, [x, *layer.parameters()], DOUBLE)
 
 
 def test_dilated_cross_attention_has_the_pattern_of_the_layer() -> None:
@@ -294,10 +260,7 @@ def test_gains_of_magneto() -> None:
 def test_initial_weights_have_the_gain() -> None:
     layer = DilatedTransformerDecoderLayer(256, 4, dim_feedforward=512, gamma_init=2.0)
     assert layer.encoder_attn is not None
-    for attention in (layer.self_attn, layer.encoder_attn):
-        for projection, gain in (("q_proj", 1), ("k_proj", 1), ("v_proj", 2), ("out_proj", 2)):
-            weight = attention.get_submodule(projection).weight
-            assert weight.std().item() == pytest.approx(gain * math.sqrt(2 / 512), rel=0.03)
+    assert layer.self_attn.gamma_init == layer.encoder_attn.gamma_init == 2.0  # `test_multihead` draws them
     for part in (layer.ffn.fc1, layer.ffn.fc2):
         assert part.weight.std().item() == pytest.approx(2 * math.sqrt(2 / 768), rel=0.03)
         assert not part.bias.any()
@@ -325,20 +288,6 @@ def test_compiles_into_one_graph() -> None:
         results.append((out, torch.autograd.grad(out.square().sum(), leaf)[0]))
     for got, want in zip(*results, strict=True):
         assert_close(got, want, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"d_model": 13}, ValueError, "embed_dim must be a multiple of num_heads, got 13 and 3"),
-        ({"attention_dropout": -0.1}, ValueError, "dropout_p must lie between 0 and 1"),
-        ({"cross_attention": "sparse"}, ValueError, "must be one of 'dense', 'dilated', got 'sparse'"),
-        ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DilatedTransformerDecoderLayer(**{"d_model": E, "nhead": H, **options})
 
 
 X = torch.zeros(B, N, E, dtype=DOUBLE)
@@ -374,7 +323,7 @@ def test_bad_calls(
 
 def ring_layer(cross_attention: str) -> Any:
     torch.manual_seed(3)
-    pattern = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "kind": "ring"}
+    pattern: Any = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "kind": "ring"}
     return make(DilatedTransformerDecoderLayer, cross_attention=cross_attention, **pattern)
 
 

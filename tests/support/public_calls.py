@@ -11,8 +11,8 @@ from torch import Tensor
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch import core, modules
 from dilated_attention_pytorch.integrations.gigapath import gigapath_segment_lengths
+from dilated_attention_pytorch.modules.parts import DropPath
 from dilated_attention_pytorch.modules.sampling import Sampling
-from dilated_attention_pytorch.modules.transformer import DropPath
 
 from . import bad_values as bad
 

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_dense, check_device, check_flags, check_float_dtype
+from ..modules.attention import Device, Dtype
 from ..modules.call_checks import explain_mismatch
+from ..modules.longnet import LongNetEncoder
 from ..modules.longnet_config import StackConfig
-from ..modules.longnet_stack import LongNetEncoder
-from ..modules.pretrained import CONFIG_FILE, WEIGHTS_FILE, PretrainedModel, assign_tensors, find_folder
-from ..modules.state_dicts import LoadReport, copy_state
-from ..modules.transformer import Device, Dtype
+from ..modules.pretrained import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoadReport,
+    PretrainedModel,
+    assign_tensors,
+    copy_state,
+    find_folder,
+)
 from .gigapath_weights import GIGAPATH_FILE, arch_sizes, check_arch, slide_sizes, split_slide_state
 from .slide_maps import encode_with_maps, layer_numbers, maps_one_by_one, row_numbers
 from .tile_grid import cell_embeddings, gigapath_segment_lengths, tile_cells

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import one_of
-from ..modules.longnet_stack import LongNetEncoder
+from ..modules.longnet import LongNetEncoder
 from .torchscale import plain_names, split_torchscale_state
 
 GIGAPATH_FILE = "slide_encoder.pth"

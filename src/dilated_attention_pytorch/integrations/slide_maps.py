@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention_maps import row_index
 from ..checks import check_positive_int
-from ..modules.longnet_stack import LongNetEncoder
+from ..modules.longnet import LongNetEncoder
 
 _MAP_NUMEL = 2**25  # probabilities of a layer that are held at a time
 _MAX_CELLS = 2**26

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modules.state_dicts import replacing
+from ..modules.pretrained import replacing
 
 FEATURES = ("features", "feats", "tile_embeds")  # of TRIDENT and CLAM, of STAMP, of Prov-GigaPath's pipeline
 HDF5 = (".h5", ".hdf5")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..checks import check_flags, one_of, parse_json
 from ..modules.attention import DilatedAttention
-from ..modules.longnet_stack import LongNetDecoder, LongNetEncoder
+from ..modules.longnet import LongNetDecoder, LongNetEncoder
 from ..modules.multihead import MultiheadModule
 from ..modules.positions import XPos
-from ..modules.state_dicts import (
+from ..modules.pretrained import (
     LoadReport,
     check_has_memory,
     check_state,

@@ -1,12 +1,13 @@
 """nn.Modules around the public functions; they hold options, no maths."""
 
-from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
-from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
-from .dense import DenseAttention
-from .longnet import LongNet, LongNetLM
+from .block_sparse import (
+    BlockSparseAdaptiveDilatedAttention,
+    BlockSparseDilatedAttention,
+    BlockSparseRingDilatedAttention,
+)
+from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
-from .longnet_stack import LongNetDecoder, LongNetEncoder, magneto_gamma
 from .multihead import (
     MULTIHEAD_KINDS,
     BlockSparseMultiheadDilatedAttention,
@@ -16,14 +17,15 @@ from .multihead import (
     MultiheadModule,
     RingMultiheadDilatedAttention,
 )
+from .parts import DenseAttention, FeedForward, magneto_gamma
 from .positions import RotaryEmbedding, XPos
-from .production import RingAttentionConfig, RingDilatedAttentionProduction
-from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
-from .transformer import (
-    DilatedTransformerDecoderLayer,
-    DilatedTransformerEncoderLayer,
-    FeedForward,
+from .ring import (
+    RingAttentionConfig,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
 )
+from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 __all__ = [
     "MULTIHEAD_KINDS",

@@ -26,6 +26,11 @@ from ..functional import attend, spec_of
 from ..ops import check_execution
 from ..spec import DilatedSpec, Execution, resolve_branches
 
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+Mask = Tensor | None
+Number = float | None
+Branch = Sequence[int] | None  # lengths or rates, one entry a branch
 _make_execution = remembered(Execution)
 
 
@@ -48,17 +53,17 @@ class AttentionModule(nn.Module):
     choice: Any = None  # of a factory: what it chose and why
     spec_options: ClassVar[tuple[str, ...]] = ()  # fields of `DilatedSpec` that are taken by name
     _manager: AttentionBufferManager | None = None  # where memory comes from, instead of the global pool
-    _attend: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
+    _attend: Callable[[Tensor, Tensor, Tensor, bool, Mask], Tensor]
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        softmax_scale: float | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
+        softmax_scale: Number = None,
         attention_dropout: float = 0.0,
         *,
         max_length: int | None = None,
-        dropout: float | None = None,
+        dropout: Number = None,
         allow_isolated_segments: bool = False,
         enable_memory_pool: bool = False,
         enable_profiling: bool = False,
@@ -66,8 +71,8 @@ class AttentionModule(nn.Module):
         use_pattern_cache: bool = True,
         kernel: str = "auto",
         workspace_bytes: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
         **of_spec: Any,
     ) -> None:
         super().__init__()
@@ -75,32 +80,22 @@ class AttentionModule(nn.Module):
         branches = resolve_branches(segment_lengths, dilation_rates, max_length)
         dropout_p = one_dropout(attention_dropout, dropout)
         self.spec = DilatedSpec(*branches, scale=softmax_scale, dropout_p=dropout_p, **of_spec)
-        check_flags(
-            allow_isolated_segments=allow_isolated_segments,
-            enable_memory_pool=enable_memory_pool,
-            enable_profiling=enable_profiling,
-            lightweight_pool=lightweight_pool,
-            use_pattern_cache=use_pattern_cache,
-        )
-        self.allow_isolated_segments = allow_isolated_segments
-        self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
+        self.allow_isolated_segments, self.enable_profiling = allow_isolated_segments, enable_profiling
         self.enable_memory_pool, self.lightweight_pool = enable_memory_pool, lightweight_pool
-        self.use_pattern_cache, self.enable_profiling = use_pattern_cache, enable_profiling
+        self.use_pattern_cache = use_pattern_cache
+        flags = [each.name for each in _OPTIONS if isinstance(each.default, bool)]
+        check_flags(**{name: getattr(self, name) for name in flags})
+        self._warned: set[int] = set()  # of `warn_isolated`, which copies for evaluation share
         self.kernel, self.workspace_bytes, self.dtype = kernel, workspace_bytes, dtype
         check_execution(self._execution)
-        self._profile()
+        self._switch_on()
         # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
         self._drops = self.spec.dropout_p > 0
         self.device = check_device(device)
         check_float_dtype("dtype", dtype)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Mask = None
     ) -> Tensor:
         """query (b, n, h, d), key and value (b, n, h_kv, d) -> (b, n, h, d).
 
@@ -165,7 +160,8 @@ class AttentionModule(nn.Module):
         """How the calls of this module run."""
         return _make_execution(self.kernel, self.workspace_bytes, self._memory, self.use_pattern_cache)
 
-    def _profile(self) -> None:
+    def _switch_on(self) -> None:
+        """Tells the shared cache and pool what was asked for, also after unpickling."""
         if not self.enable_profiling:
             return
         sources: tuple[Any, ...] = (self._pattern_cache, self._memory_pool, self._manager)
@@ -177,7 +173,7 @@ class AttentionModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._profile()
+        self._switch_on()
 
     def _check_declared(self, query: Tensor) -> None:
         if not isinstance(query, Tensor):
@@ -194,14 +190,16 @@ class AttentionModule(nn.Module):
         spec, own = self.spec, vars(self)
         shown = {name: (getattr(spec, name), getattr(DilatedSpec, name)) for name in self.spec_options}
         shown |= {"softmax_scale": (spec.scale, None), "attention_dropout": (spec.dropout_p, 0.0)}
-        named = signature(AttentionModule).parameters.values()
-        return shown | {each.name: (own[each.name], each.default) for each in named if each.name in own}
+        return shown | {each.name: (own[each.name], each.default) for each in _OPTIONS if each.name in own}
 
     def extra_repr(self) -> str:
         spec = self.spec
         text = f"segment_lengths={spec.segment_lengths}, dilation_rates={spec.dilation_rates}"
         changed = ((name, value) for name, (value, default) in self._changed().items() if value != default)
         return text + "".join(f", {name}={value!r}" for name, value in changed)
+
+
+_OPTIONS = signature(AttentionModule).parameters.values()
 
 
 class DilatedAttention(AttentionModule):
@@ -226,7 +224,7 @@ class DilatedAttention(AttentionModule):
 
     spec_options = ("head_mixing", "head_offsets", "tail", "detach_mixing")
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Mask) -> Tensor:
         return attend(q, k, v, self._call_spec(is_causal), self._execution, key_mask=mask)[0]
 
     def _call_spec(self, is_causal: bool) -> DilatedSpec:
@@ -241,9 +239,9 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        dropout: float | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
+        dropout: Number = None,
         **options: Any,
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout=dropout, **options)
@@ -263,9 +261,9 @@ class ImprovedDilatedAttentionV2(ImprovedDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        dropout: float | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
+        dropout: Number = None,
         *,
         enable_buffer_manager: bool = True,
         enable_buffer_reuse: bool = True,

@@ -260,3 +260,20 @@ def require(fact: Tensor, message: str) -> None:
         torch._assert_async(fact, message)
     elif not fact:
         raise ValueError(message)
+
+
+def check_tokens(tokens: Tensor, device: torch.device, vocab_size: int) -> None:
+    """Of `LongNetLM.check_tokens`."""
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
+        kind = getattr(tokens, "dtype", type(tokens).__name__)
+        raise TypeError(f"tokens must be an int64 tensor, got {kind}")
+    check_dense("tokens", tokens)
+    if tokens.dim() != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must be (b, n) with b and n at least 1, got {tuple(tokens.shape)}")
+    if tokens.device != device:
+        raise ValueError(f"tokens must be on the device of the model, {device}, got {tokens.device}")
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            known = f"from 0 to vocab_size - 1 = {vocab_size - 1}"
+            raise ValueError(f"tokens must be {known}, got {low if low < 0 else high}")

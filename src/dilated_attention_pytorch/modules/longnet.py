@@ -1,4 +1,4 @@
-"""LongNet (arXiv:2307.02486): encoder-decoder over embedded sequences, and a causal language model."""
+"""LongNet (arXiv:2307.02486): stacks of layers as torchscale has them, encoder-decoder, language model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,93 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..checks import check_dense, check_device, check_float_dtype
+from ..checks import check_device, check_float_dtype
 from ..decode import DilatedKVCache
-from .longnet_config import LongNetConfig, LongNetLMConfig
-from .longnet_stack import Caches, LongNetDecoder, LongNetEncoder, magneto_gamma
+from .attention import Device, Dtype, Mask
+from .call_checks import check_tokens
+from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetLMConfig
+from .parts import magneto_gamma
 from .pretrained import PretrainedModel
 from .sampling import Generation, Sampling
-from .transformer import Device, Dtype, Lengths, Mask
+from .transformer import Caches, DilatedTransformerDecoderLayer, Lengths, LongNetStack
+
+
+class LongNetEncoder(LongNetStack):
+    """Encoder layers and a final norm over (b, n, d_model); loads state dicts of torchscale's encoder layers.
+
+    Args:
+        d_model, nhead, num_layers, dim_feedforward: features, heads, layers, features inside feed-forwards.
+        drop_path_rate: of the last layer; those before grow linearly from 0, which a single layer has.
+        normalize_output: end with `layer_norm`.
+        gamma_init: gain of the initial weights, by default `magneto_gamma` of a model that is only this
+            stack; 1 without sub_layer_norm.
+        checkpoint_activations: in training keep only the inputs of the layers and compute them once more.
+        settings: the other fields of `LongNetEncoderConfig`, such as segment_lengths, dilation_rates, dropout
+            and kind; what is no field goes to the attention modules, such as head_offsets="blocked", and is
+            refused if these do not know it.
+
+    It embeds nothing: tokens, tiles and their absolute positions are the caller's.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Mask = None,
+        is_causal: bool = False,
+        *,
+        return_all: bool = False,
+        caches: Caches = None,
+        lengths: Lengths = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) -> (b, n, d_model).
+
+        Args:
+            key_padding_mask: (b, n) bool, True where a key is ignored. It hides keys only.
+            return_all: also return the list of input and outputs of all layers, before the final norm.
+            caches, lengths: of `make_caches`, and as in `MultiheadModule.forward`: x holds the next tokens of
+                each row. Needs is_causal=True and no gradients.
+        """
+        call = {"src_key_padding_mask": key_padding_mask, "is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)
+
+
+class LongNetDecoder(LongNetStack):
+    """Decoder layers and a final norm over (b, n, d_model), causal; loads those of torchscale's decoder.
+
+    Args:
+        cross_attention: "dense", "dilated" or None; see `DilatedTransformerDecoderLayer`.
+        gamma_init: by default `magneto_gamma` of a decoder, with cross attention of one behind an encoder.
+        Others: as in `LongNetEncoder`.
+    """
+
+    config_class = LongNetDecoderConfig
+    _layer_class = DilatedTransformerDecoderLayer
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        key_padding_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
+        is_causal: bool = True,
+        *,
+        return_all: bool = False,
+        caches: Caches = None,
+        lengths: Lengths = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x (b, n, d_model) and memory (b, m, d_model) -> (b, n, d_model).
+
+        Args:
+            memory: needed unless cross_attention is None; m == n with "dilated".
+            key_padding_mask, memory_key_padding_mask: (b, n) and (b, m) bool, True where a key is ignored.
+            is_causal: False attends in both directions.
+            return_all, caches, lengths: as in `LongNetEncoder.forward`.
+        """
+        masks = {"tgt_key_padding_mask": key_padding_mask, "memory_key_padding_mask": memory_key_padding_mask}
+        call = {"memory": memory, **masks, "tgt_is_causal": is_causal, "lengths": lengths}
+        return self._run(x, call, caches, return_all)
 
 
 class LongNet(PretrainedModel):
@@ -98,9 +175,8 @@ class LongNetLM(PretrainedModel):
     """Causal language model of dilated attention: tokens in, logits of the next tokens out.
 
     Args:
-        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default),
-            tie_embeddings and pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain
-            data.
+        settings: the other fields of `LongNetLMConfig`, such as position_encoding ("rotary" by default) and
+            pad_token, or of the attention modules, as in `LongNetEncoder`; all is plain data.
 
     Embeddings are scaled by sqrt(d_model). With tie_embeddings their weights are those of the output as well,
     and stand in the state dict once. `config` holds the settings. There is no largest length.
@@ -151,11 +227,10 @@ class LongNetLM(PretrainedModel):
         """tokens (b, n) int64 -> logits (b, n, vocab_size) of the token that follows each.
 
         Args:
-            key_padding_mask: (b, n) bool, True where a token is ignored. Tokens never see later ones, so
-                padding behind the end of a row needs none.
+            key_padding_mask: (b, n) bool, True where a token is ignored. Padding at the end of a row, which
+                no token before it sees, needs none.
             caches: of `make_caches`; tokens then continue what the caches have seen, without gradients.
-            lengths: with caches, (b,) how many of the n tokens are real in each row; the others' logits mean
-                nothing.
+            lengths: with caches, (b,) how many of the n tokens are real; the others' logits mean nothing.
         """
         return self.logits(self.features(tokens, key_padding_mask, caches=caches, lengths=lengths))
 
@@ -227,17 +302,4 @@ class LongNetLM(PretrainedModel):
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raises unless tokens are (b, n) int64 on the model's device and, on the CPU, below vocab_size."""
-        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
-            kind = getattr(tokens, "dtype", type(tokens).__name__)
-            raise TypeError(f"tokens must be an int64 tensor, got {kind}")
-        check_dense("tokens", tokens)
-        if tokens.dim() != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (b, n) with b and n at least 1, got {tuple(tokens.shape)}")
-        device = self.embed_tokens.weight.device
-        if tokens.device != device:
-            raise ValueError(f"tokens must be on the device of the model, {device}, got {tokens.device}")
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(x) for x in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                known = f"from 0 to vocab_size - 1 = {self.config.vocab_size - 1}"
-                raise ValueError(f"tokens must be {known}, got {low if low < 0 else high}")
+        check_tokens(tokens, self.embed_tokens.weight.device, self.config.vocab_size)

@@ -22,8 +22,8 @@ from ..checks import (
 )
 from ..spec import DilatedSpec, resolve_branches
 from .multihead import MULTIHEAD_KINDS
+from .parts import ACTIVATIONS, CROSS_ATTENTIONS
 from .positions import ENCODINGS
-from .transformer import ACTIVATIONS, CROSS_ATTENTIONS
 
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "drop_path_rate")
 _CHOICES = {

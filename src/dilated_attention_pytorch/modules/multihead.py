@@ -22,7 +22,7 @@ from ..checks import (
 )
 from ..decode import DilatedKVCache
 from ..spec import resolve_branches
-from .attention import AttentionModule, DilatedAttention, ImprovedDilatedAttention
+from .attention import AttentionModule, Device, DilatedAttention, Dtype, ImprovedDilatedAttention, Mask
 from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .call_checks import (
     OF_HEADS,
@@ -34,11 +34,9 @@ from .call_checks import (
     warn_isolated_cache,
 )
 from .positions import DEFAULT_ROTARY_BASE, DEFAULT_XPOS_SCALE_BASE, make_position_encoding
-from .ring import RingDilatedAttentionV2, check_together, raise_together
-from .state_dicts import load_torch_weights, regroup_projections
+from .pretrained import load_torch_weights, regroup_projections
+from .ring import RingDilatedAttentionV2, check_together, raise_error
 
-Device = torch.device | str | None
-Dtype = torch.dtype | None
 _FIXED = ("attention", "fused_qkv", "positions")  # arguments of `MultiheadModule` that a kind decides
 POSITION_OPTIONS = ("position_encoding", "rotary_base", "xpos_scale_base")
 
@@ -107,9 +105,8 @@ class MultiheadModule(nn.Module):
             self.q_proj, self.k_proj, self.v_proj = made
         self.positions: Any = positions
         self.attention: Any = attention
-        # The name of torchscale, whose checkpoints so load as they are.
         norm = nn.LayerNorm(embed_dim, layer_norm_eps, True, True, device, dtype) if layer_norm else None
-        self.inner_attn_ln = norm
+        self.inner_attn_ln = norm  # the name of torchscale, whose checkpoints so load as they are
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.reset_parameters()
 
@@ -131,9 +128,9 @@ class MultiheadModule(nn.Module):
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
         need_weights: bool = False,
-        attn_mask: Tensor | None = None,
+        attn_mask: Mask = None,
         is_causal: bool = False,
         *,
         positions: Tensor | None = None,
@@ -182,7 +179,7 @@ class MultiheadModule(nn.Module):
         self,
         query: Tensor,
         rows: Sequence[int] | Tensor,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Mask = None,
         is_causal: bool = False,
         *,
         positions: Tensor | None = None,
@@ -192,10 +189,7 @@ class MultiheadModule(nn.Module):
         For attention maps of long inputs, of modules around a `DilatedAttention` in one process. Without
         dropout, differentiable; memory grows with len(rows) x n. `positions` are those of `forward`.
         """
-        call = Call(
-            *(query, query, query, key_padding_mask, False, None, is_causal, positions),
-            batch_first=self.batch_first,
-        )
+        call = Call(query, query, query, key_padding_mask, is_causal=is_causal, positions=positions)
         q, k, attend = self._mapped_heads(call)
         return self._rows(q, k, rows, is_causal, attend)
 
@@ -206,7 +200,7 @@ class MultiheadModule(nn.Module):
         divided by its sum. Time and memory are those of a training step of the attention: A is never built.
         """
         check_flags(residual=residual)
-        q, k, _ = self._mapped_heads(Call(query, query, query, batch_first=self.batch_first))
+        q, k, _ = self._mapped_heads(Call(query, query, query))
         if not isinstance(weights, Tensor) or weights.shape[::2] != q.shape[:2] or weights.dim() != 3:
             got = tuple(weights.shape) if isinstance(weights, Tensor) else weights
             raise ValueError(f"weights must have the shape (b, r, n) for query (b, n, embed_dim), got {got}")
@@ -219,9 +213,8 @@ class MultiheadModule(nn.Module):
         check_decodes(self.attention)
         settings = {name: getattr(self.attention.spec, name) for name in OF_SPEC}
         settings |= {name: getattr(self, name) for name in OF_HEADS}
-        execution = replace(self.attention._execution, memory="fresh")
-        placed: dict[str, Any] = {"device": device, "dtype": dtype, "execution": execution}
-        return DilatedKVCache(**settings, batch_size=batch_size, **placed)
+        settings |= {"device": device, "dtype": dtype, "batch_size": batch_size}
+        return DilatedKVCache(**settings, execution=replace(self.attention._execution, memory="fresh"))
 
     def load_multihead_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies the state dict of an `nn.MultiheadAttention` into the projections, not into the norm.
@@ -255,7 +248,7 @@ class MultiheadModule(nn.Module):
         weights, bias = torch.split(self.qkv_proj.weight, self._qkv_sizes), self.qkv_proj.bias
         return list(weights), [bias] * 3 if bias is None else list(torch.split(bias, self._qkv_sizes))
 
-    def _heads(self, call: Call, attend: Tensor | None) -> list[Tensor]:
+    def _heads(self, call: Call, attend: Mask) -> list[Tensor]:
         """Projected heads with their positions."""
         ring = self.attention.ring if self.is_sharded else None
         own = None if self.positions is None else call.own_positions(ring)
@@ -269,7 +262,7 @@ class MultiheadModule(nn.Module):
                 q, k = self.positions(q, k, chosen)
         except Exception as error:
             if ring is not None:  # or the other processes would wait for this one, and meet its next call
-                raise_together(ring, error)
+                check_together(ring, partial(raise_error, error))
             raise
         return [q, k, v]
 
@@ -292,6 +285,7 @@ class MultiheadModule(nn.Module):
 
     def _mapped_heads(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries and keys whose probabilities can be told, and which keys are attended."""
+        call = call._replace(batch_first=self.batch_first)
         attend = check_call(self, call)
         if not isinstance(self.attention, DilatedAttention):
             raise ValueError(f"attention_rows needs a dilated pattern, got a {type(self.attention).__name__}")
@@ -300,11 +294,11 @@ class MultiheadModule(nn.Module):
         q, k, _ = self._heads(call, attend)
         return q, k, attend
 
-    def _rows(self, q: Tensor, k: Tensor, rows: Any, is_causal: bool, attend: Tensor | None) -> Tensor:
+    def _rows(self, q: Tensor, k: Tensor, rows: Any, is_causal: bool, attend: Mask) -> Tensor:
         of_spec = {name: getattr(self.attention.spec, name) for name in (*OF_SPEC, "tail")}
         return attention_rows(q, k, rows, **of_spec, is_causal=is_causal, key_mask=attend)
 
-    def _weights(self, q: Tensor, k: Tensor, is_causal: bool, attend: Tensor | None) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, is_causal: bool, attend: Mask) -> Tensor:
         own: Callable[..., Tensor] | None = getattr(self.attention, "attention_weights", None)
         if own is not None:
             return own(q, k, is_causal, attend)

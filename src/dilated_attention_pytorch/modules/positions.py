@@ -31,14 +31,11 @@ def make_position_encoding(
     if kind is None and rotary_base != DEFAULT_ROTARY_BASE:
         raise ValueError(f"rotary_base is for a position encoding, got {rotary_base} and none")
     if kind != "xpos" and xpos_scale_base != DEFAULT_XPOS_SCALE_BASE:
-        raise ValueError(
-            f"xpos_scale_base is for position_encoding 'xpos', got {xpos_scale_base} and {kind!r}"
-        )
-    if kind is None:
-        return None
-    if kind == "rotary":
-        return RotaryEmbedding(head_dim, rotary_base)
-    return XPos(head_dim, segment_lengths, rotary_base, xpos_scale_base)
+        given = f"{xpos_scale_base} and {kind!r}"
+        raise ValueError(f"xpos_scale_base is for position_encoding 'xpos', got {given}")
+    if kind == "xpos":
+        return XPos(head_dim, segment_lengths, rotary_base, xpos_scale_base)
+    return None if kind is None else RotaryEmbedding(head_dim, rotary_base)
 
 
 class RotaryEmbedding(nn.Module):
@@ -58,9 +55,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         check_positive_int("head_dim", head_dim)
         if head_dim % 2:
-            raise ValueError(
-                f"position encodings turn pairs of features, head_dim must be even, got {head_dim}"
-            )
+            raise ValueError(f"encodings turn pairs of features: head_dim must be even, got {head_dim}")
         check_positive(base=base)
         self.head_dim, self.base = head_dim, float(base)
 
@@ -68,9 +63,6 @@ class RotaryEmbedding(nn.Module):
         """q (b, n, h, d), k (b, n, h_kv, d) and positions (n,) or (b, n) integers -> q and k, encoded."""
         *_, cos, sin = self._turns(q, k, positions)
         return _turn(q, cos, sin), _turn(k, cos, sin)
-
-    def check_given(self, positions: Tensor, own: Tensor) -> None:
-        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
 
     def _turns(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positions as int64, the even features, and of every angle cosine and sine, (b, n, 1, d / 2)."""
@@ -127,6 +119,7 @@ class XPos(RotaryEmbedding):
         return _turn(q, cos * factor, sin * factor), _turn(k, cos / factor, sin / factor)
 
     def check_given(self, positions: Tensor, own: Tensor) -> None:
+        """Raises where positions of the user's, instead of the tokens' `own`, cannot be encoded."""
         if self.period is None:
             return
         message = (
@@ -138,8 +131,7 @@ class XPos(RotaryEmbedding):
 
     def reach(self, dtype: torch.dtype) -> int:
         """Positions whose factors, and their inverses, have a finite square in `dtype`."""
-        smallest = 0.4 / 1.4
-        exponent = math.log(torch.finfo(dtype).max) / 2 / -math.log(smallest)
+        exponent = math.log(torch.finfo(dtype).max) / 2 / math.log(1.4 / 0.4)  # of the smallest zeta
         return int(2 * exponent * self.scale_base)
 
     def _factors(self, positions: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:

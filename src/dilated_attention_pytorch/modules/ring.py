@@ -1,27 +1,39 @@
-"""Dilated attention over a sequence that the processes of a group share: its options kept in a module."""
+"""Dilated attention over a sequence that the processes of a group share: its options kept in a module.
+
+`RingDilatedAttentionProduction` adds the switches of long runs, in one configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_positive_int, one_of
+from ..checks import check_flags, check_pool_size, check_positive_int, one_of
+from ..core import AttentionBufferManager, MemoryPool
+from ..core.attention_buffer_manager import Settings, shared_buffer_manager
+from ..core.host_memory import describe_bytes, device_memory
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
+from ..ops import without_autocast
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, sharing_errors
 from ..ring.attention import attend_ring
 from ..ring.call import RingSettings
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from .attention import AttentionModule, DilatedAttention
+from ..spec import DilatedSpec, resolve_branches
+from .attention import AttentionModule, Branch, DilatedAttention, Mask
 
+LOGGER = logging.getLogger("dilated_attention_pytorch")
+Timeout = float | timedelta | None
 _T = TypeVar("_T")
 
 
@@ -34,7 +46,7 @@ class RingOptions:
 
     asked_size: int | None = None
     group: Group = None
-    timeout: float | timedelta | None = None
+    timeout: Timeout = None
 
     def __post_init__(self) -> None:
         if self.asked_size is not None:
@@ -64,10 +76,8 @@ class RingOptions:
     def check(self) -> None:
         """Raises where the size does not fit the group, which may be known only when a call is made."""
         if self.size % self.num_processes:
-            raise ValueError(
-                "the processes share the ring, so that their number must divide ring_size, got "
-                f"{self.num_processes} processes and ring_size={self.size}"
-            )
+            got = f"{self.num_processes} processes and ring_size={self.size}"
+            raise ValueError(f"the processes share the ring: their number must divide ring_size, got {got}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingOptions:
         return self  # a group cannot be copied: the copies of a module belong to the same one
@@ -81,17 +91,24 @@ def check_together(ring: RingOptions, check: Callable[[], _T]) -> _T:
         return check()
 
 
-@uncompiled
-def raise_together(ring: RingOptions, error: Exception) -> None:
-    """Raises an error of one process before a call, in all of them."""
-    with sharing_errors(ring.group, ring.timeout):
-        raise error
+def raise_error(error: Exception) -> None:
+    raise error
 
 
 class RingModule(AttentionModule):
-    """What modules of a ring have beside those of one process. Its `ring` is set after construction."""
+    """What modules of a ring have beside those of one process, which the other base of a class gives."""
 
-    ring: RingOptions
+    def __init__(
+        self,
+        *branches: Any,
+        ring_size: int | None = None,
+        group: Group = None,
+        timeout: Timeout = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*branches, **options)
+        self.ring = RingOptions(ring_size, group, timeout)
+        self._check_ring()
 
     @property
     def ring_size(self) -> int:
@@ -139,37 +156,21 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
             pickled.
         strategy: "ring", "ulysses", or "auto" for the cheaper one; nothing to choose in one process.
         timeout: seconds, or a timedelta, that a transfer may take; None leaves it to the group.
-        options: those of `DilatedAttention`. With several processes a call that runs out of memory raises and
-            is not tried again, whatever `enable_memory_pool` says: the others would wait for it.
+        branches, options: those of `DilatedAttention`. With several processes a call that runs out of memory
+            raises and is not tried again, whatever `enable_memory_pool` says: the others would wait for it.
     """
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        *,
-        ring_size: int | None = None,
-        group: Group = None,
-        strategy: str = "auto",
-        timeout: float | timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
+    def __init__(self, *branches: Any, strategy: str = "auto", **options: Any) -> None:
+        super().__init__(*branches, **options)
         one_of("strategy", strategy, STRATEGIES)
         self.strategy = strategy
-        self.ring = RingOptions(ring_size, group, timeout)
-        self._check_ring()
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-        ring = self.ring
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Mask) -> Tensor:
+        ring, how = self.ring, self._execution
         if not self.is_sharded:
-            spec = self._call_spec(is_causal)
-            return attend(q, k, v, spec, self._execution, key_mask=mask, steps=ring.steps)[0]
+            return attend(q, k, v, self._call_spec(is_causal), how, key_mask=mask, steps=ring.steps)[0]
         settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps)
-        make_spec = partial(self._call_spec, is_causal)
-        out = attend_ring(q, k, v, make_spec, self._execution, settings, key_mask=mask)
+        out = attend_ring(q, k, v, partial(self._call_spec, is_causal), how, settings, key_mask=mask)
         assert isinstance(out, Tensor)
         return out
 
@@ -193,18 +194,17 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
             `inputs` (query, key and value), `outputs` (and log-sum-exp), `workspace` (at most) and
             `communication`, and their `total`. With strategy "auto", of the strategy that needs more.
         """
-        spec, processes = self.spec, self.ring.num_processes if num_processes is None else num_processes
+        processes = self.ring.num_processes if num_processes is None else num_processes
         check_positive_int("num_processes", processes)
-        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-        sizes |= {"batch_size": batch_size, "dtype": dtype, "num_ranks": processes}
-        sizes |= {"head_mixing": spec.head_mixing, "head_offsets": spec.head_offsets}
+        of_spec = ("segment_lengths", "dilation_rates", "head_mixing", "head_offsets")
+        sizes: dict[str, Any] = {name: getattr(self.spec, name) for name in of_spec}
+        sizes |= {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        sizes |= {"batch_size": batch_size, "dtype": dtype, "num_ranks": processes, "n": seq_len}
         sizes |= {"workspace_bytes": self.workspace_bytes or DEFAULT_WORKSPACE_BYTES}
         sizes["steps"] = max(1, self.ring.size // processes)
-        needs = []
-        for strategy in ("ring", "ulysses") if self.strategy == "auto" else (self.strategy,):
-            branches = spec.segment_lengths, spec.dilation_rates
-            schedule = plan_ring(*branches, seq_len, strategy=strategy, **sizes)
-            needs += [schedule.memory(rank) for rank in range(processes)]
+        strategies: Any = STRATEGIES[1:] if self.strategy == "auto" else (self.strategy,)
+        schedules = [plan_ring(**sizes, strategy=strategy) for strategy in strategies]
+        needs = [schedule.memory(rank) for schedule in schedules for rank in range(processes)]
         most = max(needs, key=lambda memory: memory.total)
         return {**most._asdict(), "total": most.total}
 
@@ -219,8 +219,10 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         cache_on_gpu: copies of cached patterns on the device of a call are kept for the next one. By default
             whenever there is a pattern cache; False copies them anew. The cache serves all modules, and so
             does this switch: it is on as soon as one of them asks for it.
-        options: those of `RingDilatedAttentionV2`.
+        branches, options: those of `RingDilatedAttentionV2`.
     """
+
+    cache_on_gpu = False  # until the constructor has made the rest
 
     def __init__(self, *branches: Any, cache_on_gpu: bool | None = None, **options: Any) -> None:
         super().__init__(*branches, **options)
@@ -232,12 +234,165 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         self._switch_on()
 
     def _switch_on(self) -> None:
+        super()._switch_on()
         if self.cache_on_gpu and self._pattern_cache is not None:
             self._pattern_cache.cache_on_gpu = True
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._switch_on()
-
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         return {**super()._changed(), "cache_on_gpu": (self.cache_on_gpu, self.use_pattern_cache)}
+
+
+# The fields that the base module does not show.
+_FLAGS = ("use_gradient_checkpointing", "enable_error_recovery", "log_memory_usage")
+_OWN = (*_FLAGS, "memory_pool_size", "mixed_precision")
+
+
+@dataclass(frozen=True)
+class RingAttentionConfig:
+    """Settings of `RingDilatedAttentionProduction`: branches, ring, memory, precision, recovery.
+
+    Args:
+        segment_lengths, dilation_rates, max_length, dropout: as in `DilatedAttention`.
+        ring_size, timeout, strategy: as in `RingDilatedAttentionV2`.
+        use_gradient_checkpointing: only the inputs are kept for the backward pass, which attends once more;
+            saves the output and its log-sum-exp, the memory of one of the inputs.
+        memory_pool_size: the most idle buffers that the pool keeps, as in `MemoryPool`; None sets no limit
+            beside its bytes, 0 keeps nothing. Modules of one size share a pool.
+        enable_error_recovery: a call that runs out of memory frees what is idle and is tried again, then in
+            smaller tiles (not with dropout, whose masks depend on them); False, and any ring of several
+            processes, which must stay in step, raises the first error; the others raise RingError, at the
+            latest after `timeout`.
+        mixed_precision: True attends in bfloat16, or give torch.float16; the output has the dtype of the
+            query again. As under autocast, float64 stays.
+        log_memory_usage: after each call the logger "dilated_attention_pytorch" says, at level INFO, what the
+            pool holds and what the device has left.
+    """
+
+    segment_lengths: Branch = None
+    dilation_rates: Branch = None
+    dropout: float = 0.0
+    ring_size: int | None = None
+    timeout: Timeout = None
+    strategy: str = "auto"
+    use_gradient_checkpointing: bool = False
+    memory_pool_size: int | None = 10
+    enable_error_recovery: bool = True
+    mixed_precision: bool | torch.dtype = False
+    log_memory_usage: bool = False
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        branches = resolve_branches(self.segment_lengths, self.dilation_rates, self.max_length)
+        spec = DilatedSpec(*branches, dropout_p=self.dropout)
+        # As tuples, so that equal configurations are equal and hashable.
+        object.__setattr__(self, "segment_lengths", spec.segment_lengths)
+        object.__setattr__(self, "dilation_rates", spec.dilation_rates)
+        RingOptions(self.ring_size, None, self.timeout)  # checks them
+        one_of("strategy", self.strategy, STRATEGIES)
+        check_pool_size("memory_pool_size", self.memory_pool_size)
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        low = self.mixed_precision
+        if not isinstance(low, bool) and low not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"mixed_precision must be a bool, torch.bfloat16 or torch.float16, got {low!r}")
+
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """The dtype in which calls attend, if it is not that of their inputs."""
+        return (torch.bfloat16 if self.mixed_precision is True else self.mixed_precision) or None
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """`RingDilatedAttentionV2` as a `RingAttentionConfig` says, with its scratch and large results pooled.
+
+    Args:
+        config: all of the configuration. Without it, its fields are given by name.
+        options: other options of `RingDilatedAttentionV2`, such as group, softmax_scale or lightweight_pool.
+    """
+
+    def __init__(self, config: RingAttentionConfig | None = None, **options: Any) -> None:
+        names = [each.name for each in fields(RingAttentionConfig) if each.name in options]
+        given = {name: options.pop(name) for name in names}
+        if config is None:
+            config = RingAttentionConfig(**given)
+        elif not isinstance(config, RingAttentionConfig):
+            raise TypeError(f"config must be a RingAttentionConfig or None, got {config!r}")
+        elif given:
+            raise ValueError(f"config is the whole configuration, got {', '.join(given)} beside it")
+        pooled, lightweight = options.pop("enable_memory_pool", True), options.get("lightweight_pool", False)
+        check_flags(enable_memory_pool=pooled, lightweight_pool=lightweight)
+        if not pooled:
+            rule = "the memory of this module is pooled (memory_pool_size=0 keeps nothing)"
+            raise ValueError(f"{rule}, got enable_memory_pool=False")
+        pool_size, retries = config.memory_pool_size, config.enable_error_recovery
+        settings = Settings(lightweight=lightweight, retries=retries, pool_size=pool_size)
+        # Before the other options, whose checks ask where the memory comes from.
+        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "_manager", shared_buffer_manager(settings))
+        names = ["segment_lengths", "dilation_rates", "ring_size", "timeout", "strategy"]
+        options |= {name: getattr(config, name) for name in names}
+        # No dropout is None, so that attention_dropout is the same option.
+        super().__init__(dropout=config.dropout or None, enable_memory_pool=True, **options)
+
+    config: RingAttentionConfig
+    _manager: AttentionBufferManager
+
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The keywords that the class takes, the fields of its configuration included."""
+        return super().option_names() | {each.name for each in fields(RingAttentionConfig)}
+
+    @property
+    def memory_pool(self) -> MemoryPool:
+        """Where scratch and large results come from; shared by the modules of one `memory_pool_size`."""
+        return self._manager.pool
+
+    def get_memory_stats(self) -> dict[str, Any]:
+        """The statistics of `memory_pool` and `pattern_cache` (empty without one); idle buffers by type.
+
+        Each of "buffers" is (number, bytes). Pool and cache serve other modules, too.
+        """
+        cache = self._pattern_cache
+        return {
+            "memory_pool": self.memory_pool.get_stats(),
+            "buffers": self.memory_pool.idle_buffers(),
+            "pattern_cache": {} if cache is None else cache.get_stats(),
+        }
+
+    def clear_caches(self) -> None:
+        """Frees what is idle in the pool and drops all plans of the pattern cache, of other modules too."""
+        self.memory_pool.clear()
+        if self._pattern_cache is not None:
+            self._pattern_cache.clear()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Mask) -> Tensor:
+        call = (q, k, v, is_causal, mask)
+        if self.config.use_gradient_checkpointing and torch.is_grad_enabled():
+            drops = self._dropout_now > 0
+            out: Tensor = checkpoint(self._attend_cast, *call, use_reentrant=False, preserve_rng_state=drops)
+        else:
+            out = self._attend_cast(*call)
+        if self.config.log_memory_usage:
+            self._log_memory(out)
+        return out
+
+    def _attend_cast(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Mask) -> Tensor:
+        low, tensors = self.config.low_precision, (q, k, v)
+        if low is None or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+            return super()._attend(*tensors, is_causal, mask)  # which rejects what are not tensors
+        low_q, low_k, low_v = (x if x.dtype == torch.float64 else x.to(low) for x in tensors)
+        with without_autocast(q.device):  # whose dtype may be another
+            return super()._attend(low_q, low_k, low_v, is_causal, mask).to(q.dtype)
+
+    # A log record is no part of a graph.
+    @uncompiled
+    def _log_memory(self, out: Tensor) -> None:
+        stats, memory = self.memory_pool.get_stats(), device_memory(out.device)
+        sizes = [stats[name] for name in ("total_allocated", "cached_bytes", "peak_allocated")]
+        sizes.append(None if memory is None else memory.available)
+        text = "attention over %s %s on %s: the pool holds %s, %s of it idle, at most %s so far; %s available"
+        LOGGER.info(text, tuple(out.shape), out.dtype, out.device, *map(describe_bytes, sizes))
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        config, usual = self.config, RingAttentionConfig()
+        changed = {name: (getattr(config, name), getattr(usual, name)) for name in _OWN}
+        return {**super()._changed(), "enable_memory_pool": (True, True), **changed}

@@ -46,9 +46,8 @@ class Sampling:
         given = [name for name in ("top_k", "top_p", "seed") if getattr(self, name) is not None]
         given += [] if self.temperature == 1.0 else ["temperature"]
         if given and not self.do_sample:
-            raise ValueError(
-                f"without do_sample the likeliest token is taken, got {', '.join(given)} as well"
-            )
+            rule = "without do_sample the likeliest token is taken"
+            raise ValueError(f"{rule}, got {', '.join(given)} as well")
         _check_shaping(self.temperature, self.top_k, self.top_p)
         if self.seed is not None:
             seeds = [self.seed] if isinstance(self.seed, int) else self.seed
@@ -68,9 +67,7 @@ class Sampler:
         self.sampling = sampling
         self._generators: list[random.Random] = []
         if sampling.do_sample:
-            seed = sampling.seed
-            if seed is None:
-                seed = int(torch.randint(2**62, ()).item())
+            seed = int(torch.randint(2**62, ()).item()) if sampling.seed is None else sampling.seed
             seeds = row_seeds(seed, batch_size) if isinstance(seed, int) else tuple(seed)
             if len(seeds) != batch_size:
                 raise ValueError(f"seed must be one integer or {batch_size}, one a row, got {len(seeds)}")
@@ -142,9 +139,8 @@ def shape_probabilities(
 
 def _check_shaping(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if finite_float("temperature", temperature) <= 0:
-        raise ValueError(
-            f"temperature must be positive, got {temperature}; do_sample=False takes the likeliest"
-        )
+        hint = "do_sample=False takes the likeliest"
+        raise ValueError(f"temperature must be positive, got {temperature}; {hint}")
     if top_k is not None:
         check_positive_int("top_k", top_k)
     if top_p is not None and not 0 < finite_float("top_p", top_p) <= 1:
@@ -153,15 +149,11 @@ def _check_shaping(temperature: float, top_k: int | None, top_p: float | None) -
 
 def _check_logits(logits: Tensor) -> None:
     if logits.dim() != 2 or 0 in logits.shape or not logits.is_floating_point():
-        raise ValueError(
-            f"logits must be floating-point (b, vocab), got {logits.dtype} {tuple(logits.shape)}"
-        )
-    largest = logits.amax(1)
-    if not largest.isfinite().all():
-        row = int(largest.isfinite().logical_not().nonzero()[0])
-        raise ValueError(
-            f"the largest logit of each row must be finite, got {largest[row].item()} in row {row}"
-        )
+        kind = f"{logits.dtype} {tuple(logits.shape)}"
+        raise ValueError(f"logits must be floating-point (b, vocab), got {kind}")
+    for row, largest in enumerate(logits.amax(1).tolist()):
+        if not math.isfinite(largest):
+            raise ValueError(f"the largest logit of each row must be finite, got {largest} in row {row}")
 
 
 class Generation:

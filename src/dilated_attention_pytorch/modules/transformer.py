@@ -1,124 +1,29 @@
-"""Transformer layers over dilated attention: pre-norm MAGNETO blocks (arXiv:2210.06423) as LongNet has them.
+"""Transformer layers over dilated attention, and stacks of them: pre-norm MAGNETO blocks (arXiv:2210.06423).
 
 Attributes have the names of torchscale, so that its state dicts load as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from ..checks import (
-    check_device,
-    check_flags,
-    check_float_dtype,
-    check_positive,
-    check_positive_int,
-    check_probabilities,
-    keyword_names,
-    one_of,
-    refuse_unknown,
-)
+from ..checks import check_flags, keyword_names, one_of, refuse_unknown
 from ..decode import DilatedKVCache
-from .call_checks import check_embedded, explain_mismatch
-from .dense import DenseAttention, check_lengths
+from .attention import Branch, Device, Dtype, Mask
+from .call_checks import check_caches, check_embedded, check_in_step, explain_mismatch
+from .longnet_config import LongNetEncoderConfig, StackConfig
 from .multihead import MULTIHEAD_KINDS, POSITION_OPTIONS, MultiheadDilatedAttention, MultiheadModule
+from .parts import CROSS_ATTENTIONS, DenseAttention, DropPath, FeedForward, check_lengths, magneto_gamma
+from .pretrained import PretrainedModel
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
-CROSS_ATTENTIONS = ("dense", "dilated")
-Device = torch.device | str | None
-Dtype = torch.dtype | None
-Mask = Tensor | None
 Lengths = Sequence[int] | Tensor | None
-
-
-class FeedForward(nn.Module):
-    """Two linear layers: dropout(fc2(ffn_layernorm(activation_dropout(activation(fc1(x)))))).
-
-    Args:
-        d_model, dim_feedforward: features of input and output, and between the layers.
-        dropout, activation_dropout: of the output, and after the activation; in training only.
-        activation: "gelu", "relu" or "swish", computed in float32 (float64 for float64) and cast back.
-        layer_norm: the sub-layer norm `ffn_layernorm` over dim_feedforward, with layer_norm_eps.
-        gamma_init: gain of the initial weights, MAGNETO's gamma.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        dim_feedforward: int,
-        *,
-        dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        activation: str = "gelu",
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        super().__init__()
-        check_positive_int("d_model", d_model, bits=28)
-        check_positive_int("dim_feedforward", dim_feedforward, bits=28)
-        check_device(device)
-        check_positive(layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
-        check_probabilities(dropout=dropout, activation_dropout=activation_dropout)
-        check_flags(layer_norm=layer_norm)
-        one_of("activation", activation, tuple(ACTIVATIONS))
-        check_float_dtype("dtype", dtype)
-        self.activation, self.gamma_init = activation, gamma_init
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.fc1 = nn.Linear(d_model, dim_feedforward, **placed)
-        self.ffn_layernorm = nn.LayerNorm(dim_feedforward, layer_norm_eps, **placed) if layer_norm else None
-        self.fc2 = nn.Linear(dim_feedforward, d_model, **placed)
-        self.activation_dropout, self.dropout = nn.Dropout(activation_dropout), nn.Dropout(dropout)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises both layers and the norm. Call it after those of submodules."""
-        for layer in (self.fc1, self.fc2):
-            nn.init.xavier_normal_(layer.weight, self.gamma_init)
-            nn.init.zeros_(layer.bias)
-        if self.ffn_layernorm is not None:
-            self.ffn_layernorm.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., d_model) -> (..., d_model)."""
-        x = self.fc1(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x = self.activation_dropout(ACTIVATIONS[self.activation](x.to(wide)).to(x.dtype))
-        out: Tensor = self.dropout(self.fc2(x if self.ffn_layernorm is None else self.ffn_layernorm(x)))
-        return out
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, gamma_init={self.gamma_init!r}"
-
-
-class DropPath(nn.Module):
-    """Drops a residual branch of whole rows of the batch with probability p, in training only."""
-
-    def __init__(self, p: float = 0.0, *, batch_first: bool = True) -> None:
-        super().__init__()
-        check_probabilities(drop_path=p)
-        check_flags(batch_first=batch_first)
-        self.p, self.batch_first = float(p), batch_first
-        # A bool, because torch.compile turns a float it reads from a module into a symbol and compiles twice.
-        self._drops = self.p > 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (b, n, d), or (n, b, d) with batch_first=False."""
-        if not (self.training and self._drops):
-            return x
-        shape = (x.shape[0], 1, 1) if self.batch_first else (1, x.shape[1], 1)
-        return x * F.dropout(x.new_ones(shape), self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
+Caches = Sequence[DilatedKVCache] | None
+_NOT_OF_LAYERS = ("drop_path_rate", "normalize_output", "checkpoint_activations", "attention_options")
 
 
 class DilatedTransformerEncoderLayer(nn.Module):
@@ -145,8 +50,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: str = "gelu",
@@ -168,8 +73,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         one_of("kind", kind, tuple(MULTIHEAD_KINDS))
         refuse_unknown(type(self).__name__, attention_options, self.option_names(kind))
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        shared = {"layer_norm": sub_layer_norm, "layer_norm_eps": layer_norm_eps, **placed}
-        shared["gamma_init"] = gamma_init
+        shared = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **placed}
+        shared["layer_norm"] = sub_layer_norm
         make: Callable[..., MultiheadDilatedAttention] = MULTIHEAD_KINDS[kind]
         how = (segment_lengths, dilation_rates, attention_dropout)
         self.self_attn = make(d_model, nhead, *how, batch_first=batch_first, **shared, **attention_options)
@@ -250,8 +155,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
         *others: Any,
         cross_attention: str | None = "dense",
         **options: Any,
@@ -267,8 +172,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         own: MultiheadModule = self.self_attn
         placed: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         self.encoder_attn_layer_norm = nn.LayerNorm(d_model, self.self_attn_layer_norm.eps, **placed)
-        same = ("num_kv_heads", "gamma_init", "batch_first")
-        shape: dict[str, Any] = {"layer_norm": False, **{name: getattr(own, name) for name in same}, **placed}
+        shape = {name: getattr(own, name) for name in ("num_kv_heads", "gamma_init", "batch_first")}
+        shape |= {"layer_norm": False, **placed}
         dropout = options.get("attention_dropout", 0.0)
         if cross_attention == "dense":
             dense, bias = DenseAttention(options.get("softmax_scale"), dropout), options.get("bias", True)
@@ -330,20 +235,105 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         if memory is None:
             raise ValueError(f"{self.cross_attention} cross attention needs a memory, got None")
         if self.cross_attention == "dense" and self.self_attn.is_sharded:
-            raise ValueError(
-                "dense cross attention needs all of the memory in each process, got layers whose sequences "
-                "several processes share (cross_attention='dilated' goes around their ring)"
-            )
+            hint = "cross_attention='dilated' goes around their ring"
+            rule = "dense cross attention needs all of the memory in each process"
+            raise ValueError(f"{rule}, got layers whose sequences several processes share ({hint})")
         if cache is None:
             return
         if self.cross_attention == "dilated":
-            raise ValueError(
-                "dilated cross attention needs all of the target beside its memory, got a cache "
-                "(cross_attention='dense' decodes)"
-            )
+            rule = "dilated cross attention needs all of the target beside its memory"
+            raise ValueError(f"{rule}, got a cache (cross_attention='dense' decodes)")
         # Before self-attention runs, or the cache would take tokens that then find no memory.
         self._check_input("memory", memory)
         explain_mismatch(tgt, "tgt", memory=memory)
         self.encoder_attn.check_call(tgt, memory, **call)
         time = 1 if self.self_attn.batch_first else 0
         check_lengths(tgt.shape[time], memory.shape[time], call["is_causal"])
+
+
+class LongNetStack(PretrainedModel):
+    """Layers, one after the other, and a final norm. It can be saved where its settings are plain data."""
+
+    config_class: ClassVar[type[StackConfig]] = LongNetEncoderConfig
+    _layer_class: type[DilatedTransformerEncoderLayer] = DilatedTransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_layers: int = 12,
+        *,
+        device: Device = None,
+        dtype: Dtype = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if "batch_first" in settings:
+            raise TypeError("batch_first is no option of a stack, whose tensors are (b, n, d_model)")
+        settings |= {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
+        self.config = config = self.config_class.of(**settings)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {**config.stack_options(), **config.attention_options, **placed}
+        for name in _NOT_OF_LAYERS:
+            del options[name]
+        cross_attention = getattr(config, "cross_attention", None)
+        if self._layer_class is DilatedTransformerDecoderLayer:
+            options["cross_attention"] = cross_attention
+        if config.gamma_init is None:
+            # Alone, encoder and decoder have one gain; behind an encoder its number of layers plays no part.
+            gain = magneto_gamma(0 if cross_attention is None else 1, num_layers, is_decoder=True)
+            options["gamma_init"] = gain if config.sub_layer_norm else 1.0
+        self.d_model, self.checkpoint_activations = d_model, config.checkpoint_activations
+        rates = [config.drop_path_rate * depth / max(1, num_layers - 1) for depth in range(num_layers)]
+        self.layers: Any = nn.ModuleList(self._layer_class(**options, drop_path=rate) for rate in rates)
+        norm = nn.LayerNorm(d_model, config.layer_norm_eps, **placed) if config.normalize_output else None
+        self.layer_norm: nn.LayerNorm | None = norm
+
+    def reset_parameters(self) -> None:
+        """Initialises all layers, as after `.to_empty()`."""
+        for layer in self.layers:
+            layer.reset_parameters()
+        if self.layer_norm is not None:
+            self.layer_norm.reset_parameters()
+
+    def make_caches(
+        self, batch_size: int, device: Device = None, dtype: Dtype = None
+    ) -> list[DilatedKVCache]:
+        """An empty cache a layer, for `caches` of `forward`; see `MultiheadModule.make_cache`."""
+        return [layer.self_attn.make_cache(batch_size, device, dtype) for layer in self.layers]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether inputs are parts of a sequence that several processes share."""
+        return bool(self.layers[0].self_attn.is_sharded)
+
+    def _run(
+        self, x: Tensor, call: dict[str, Any], caches: Caches, return_all: bool
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Applies layer by layer, each with the arguments `call` and its cache, then the final norm."""
+        check_embedded("x", x, self.d_model, "(b, n, d_model)")
+        check_flags(return_all=return_all)
+        if caches is not None:
+            self._check_cached(x, call, caches)
+        recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
+        states = [x] if return_all else []
+        for index, layer in enumerate(self.layers):
+            if recompute and caches is None:
+                x = checkpoint(layer, x, **call, use_reentrant=False)
+            else:
+                x = layer(x, **call, cache=None if caches is None else caches[index])
+            if return_all:
+                states.append(x)
+        out = x if self.layer_norm is None else self.layer_norm(x)
+        return (out, states) if return_all else out
+
+    def _check_cached(self, x: Tensor, call: dict[str, Any], caches: Sequence[DilatedKVCache]) -> None:
+        """Raises before any layer runs: caches of which some had taken the tokens would be out of step."""
+        check_caches(caches, len(self.layers))
+        given = [each for each in (x, *call.values()) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layers.parameters())):
+            hint = "call it under torch.no_grad() or torch.inference_mode()"
+            raise ValueError(f"with caches there is no gradient: {hint}, got tensors that require one")
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.check_call(x, is_causal=True, cache=cache)
+        check_in_step(caches)
