@@ -129,11 +129,10 @@ def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for two other processes with 50 and 0 positions; `tests/ring` has real ones."""
     calls: list[Any] = []
 
-    def attend(query: Tensor, _key: Any, _value: Any, pattern: Any, *how: Any, **options: Any) -> Tensor:
-        make_spec, execution, settings = how
-        options |= {**vars(make_spec()), **vars(execution), **settings._asdict()}
-        calls.append((pattern(50 + query.shape[1]), options))
-        return query
+    def attend(tensors: Any, pattern: Any, make_spec: Any, settings: Any) -> Tensor:
+        options = tensors._asdict() | vars(make_spec()) | vars(settings.execution) | settings._asdict()
+        calls.append((pattern(50 + tensors.q.shape[1]), options))
+        return tensors.q
 
     monkeypatch.setattr(ring_module, "group_size", lambda group: 3)
     monkeypatch.setattr(block_sparse_module, "attend_ring_blocks", attend)

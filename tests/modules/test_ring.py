@@ -128,10 +128,9 @@ def test_a_group_of_one_is_one_process(cls: type[RingDilatedAttentionV2], lone_g
 class Calls(list[dict[str, Any]]):
     """Stands for `attend_ring` and keeps what it was called with."""
 
-    def __call__(self, query: Tensor, _key: Any, _value: Any, *how: Any, **options: Any) -> Tensor:
-        make_spec, execution, settings = how
-        self.append({**vars(make_spec()), **vars(execution), **settings._asdict(), **options})
-        return query * 2
+    def __call__(self, tensors: Any, make_spec: Any, settings: Any) -> Tensor:
+        self.append(tensors._asdict() | vars(make_spec()) | vars(settings.execution) | settings._asdict())
+        return tensors.q * 2
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_flags, check_inputs
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..core.tracing import uncompiled
-from ..ops import block_spec, write_recipe
+from ..ops import Tensors, block_spec, write_recipe
 from ..plan import BlockPattern
 from ..ring.attention import attend_ring_blocks
 from ..ring.call import RingSettings
@@ -207,8 +207,9 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
             return super()._attend(q, k, v, is_causal, mask)
         pattern = partial(self._whole_pattern, q, is_causal)
         make_spec = partial(block_spec, is_causal, self.spec.scale, self._dropout_now)
-        settings = RingSettings(self.ring.group, timeout=self.ring.timeout, steps=self.ring.steps)
-        out = attend_ring_blocks(q, k, v, pattern, make_spec, self._execution, settings, key_mask=mask)
+        how = self.ring.timeout, self.ring.steps, self._execution
+        settings = RingSettings(self.ring.group, "auto", None, *how)
+        out = attend_ring_blocks(Tensors(q, k, v, mask), pattern, make_spec, settings)
         assert isinstance(out, Tensor)
         return out
 

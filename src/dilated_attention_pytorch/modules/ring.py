@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checks import check_positive_int, one_of
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
+from ..ops import Tensors
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, sharing_errors
 from ..ring.attention import attend_ring
@@ -167,9 +168,8 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
         if not self.is_sharded:
             spec = self._call_spec(is_causal)
             return attend(q, k, v, spec, self._execution, key_mask=mask, steps=ring.steps)[0]
-        settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps)
-        make_spec = partial(self._call_spec, is_causal)
-        out = attend_ring(q, k, v, make_spec, self._execution, settings, key_mask=mask)
+        settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps, self._execution)
+        out = attend_ring(Tensors(q, k, v, mask), partial(self._call_spec, is_causal), settings)
         assert isinstance(out, Tensor)
         return out
 
