@@ -224,6 +224,10 @@ DILATED = (
     dilated("three: float32", (50, 50, 49), SPANNING, dtype=FLOAT, d=16, options=CAUSAL),
     dilated("three: documents", (20, 20, 20), ((7, 1), (30, 2)), docs=(0, 33, 60), options=CAUSAL),
     dilated("three: one token", (0, 1, 0), NESTED),
+    dilated("three: fits", (32, 32, 32), ((16, 1), (32, 2), (8, 3))),
+    dilated("three: fits causal gqa", (48, 24, 24), ((8, 1), (24, 2)), **GQA, options=CAUSAL),
+    dilated("three: fits auto", (32, 32, 32), ((16, 1), (32, 2)), strategy="auto"),
+    dilated("three: fits documents", (20, 20, 20), ((99, 1),), docs=(0, 7, 20, 40, 60), strategy="auto"),
     # Four ranks.
     dilated("four: nested", (16, 16, 16, 16), NESTED, options=CAUSAL),
     dilated("four: spanning", (16, 16, 16, 15), SPANNING, h=4, h_kv=4, b=2),
@@ -337,6 +341,7 @@ BLOCKS = (
 )  # fmt: skip
 
 CONFIGURATIONS: dict[str, Inputs] = {config.name: config for config in (*DILATED, *BLOCKS)}
+assert len(CONFIGURATIONS) == len(DILATED) + len(BLOCKS)  # no name twice
 WORLDS = (1, 2, 3, 4, 8)
 
 
