@@ -161,15 +161,15 @@ class RankCall(NamedTuple):
         source = find_source(self.options.memory)
         return nullcontext(Workspace()) if source is None else source.workspace(device)
 
-    def shards(self, x: Tensor) -> list[Tensor]:
-        """The tokens of each rank, of a tensor (n, ...) of all of them."""
-        return [x[slice(*self.schedule.shard(rank))] for rank in range(self.ring.size)]
-
-    def run(self, tensors: Tensors, merged: Merged | None = None) -> Any:
+    def run(self, tensors: Tensors, merged: Merged | None = None) -> tuple[Tensor, ...]:
         """out and lse; or, from those of the forward pass and their gradients, dq, dk and dv."""
+        (q, k, v, *_), rank = tensors, self.ring.rank
+        if not (q.shape[1] and q.shape[2]):  # no tokens, or no heads
+            dq, dk, dv = map(torch.zeros_like, (q, k, v))
+            lse = dq.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+            return (dq, lse) if merged is None else (dq, dk, dv)
         direction: Pass = "forward" if merged is None else "backward"
-        device, rank = tensors.q.device, self.ring.rank
-        with without_autocast(device), self.workspace(device) as workspace:
+        with without_autocast(q.device), self.workspace(q.device) as workspace:
             streams = self.schedule.strategy == "ring"
             kernel, inputs = attention_inputs(self.options, tensors, workspace, streams)
             plan, remote = self.schedule.plan(rank, direction), None
@@ -183,92 +183,77 @@ class RankCall(NamedTuple):
                 remote.finish()
         return results
 
+    def exchange(
+        self, direction: Pass, to_heads: bool, heads: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Tokens for heads: (b, n_local, h, d) of all `heads` -> (b, n, h, d) of this rank's; or back.
+
+        In memory (tokens, b, heads, d), so that the tokens of other ranks arrive in place.
+        """
+        schedule, rank, results = self.schedule, self.ring.rank, []
+        what = f"{direction} pass, {'tokens to heads' if to_heads else 'heads to tokens'}"
+        with self.workspace(tensors[0].device) as workspace:
+            for x, total in zip(tensors, heads, strict=True):
+                shares = (share * total // schedule.shape.h_kv for share in schedule.head_shares)
+                of_heads = [slice(*pair) for pair in pairwise(accumulate(shares, initial=0))]
+                held = of_heads[rank].stop - of_heads[rank].start
+                n, num = (schedule.shape.n, held) if to_heads else (schedule.shard_lengths[rank], total)
+                result = workspace.result((n, len(x), num, x.shape[3]), x.dtype, x.device)
+                some, every = (x.transpose(0, 1), result) if to_heads else (result, x.transpose(0, 1))
+                sides = [some[:, :, each] for each in of_heads], self.shards(every)
+                self.ring.trade(what, *(sides if to_heads else sides[::-1]), workspace)
+                results.append(result.transpose(0, 1))
+        return results
+
+    def shards(self, x: Tensor) -> list[Tensor]:
+        """The tokens of each rank, of a tensor (n, ...) of all of them."""
+        return [x[slice(*self.schedule.shard(rank))] for rank in range(self.ring.size)]
+
+    def whole_mask(self, mask: Tensor | None) -> Tensor | None:
+        """(b, n) of all ranks' masks (b, n_local)."""
+        if mask is None:
+            return None
+        own = mask.transpose(0, 1).to(torch.uint8).contiguous()
+        everyone = own.new_empty(self.schedule.shape.n, len(mask))
+        self.ring.trade("forward pass, masks", [own] * self.ring.size, self.shards(everyone), Workspace())
+        return everyone.bool().transpose(0, 1)
+
 
 def attend_shard(tensors: Tensors, call: RankCall) -> Result:
     """out, or (out, lse), of a rank's shard (b, n_local, heads, d); its masks of dropout are its own."""
-    schedule, return_lse = call.schedule, call.schedule.return_lse
     if call.options.dropout_p:  # ranks that share a seed must not share masks
         drawn = torch.randint(2**61, (1,), device="cpu")
         tensors = tensors._replace(seed=(drawn + call.ring.rank * 2**50) % 2**62)
-    if schedule.strategy == "ring":
-        out, lse = _attend(tensors, call)
-        return (out, lse) if return_lse else out
-    h, h_kv = schedule.shape[2:4]
-    q, k, v = _Exchange.apply(call, (h, h_kv, h_kv), True, *tensors[:3])  # type: ignore[no-untyped-call]
-    mask = tensors.key_mask
-    if mask is not None:
-        own = mask.transpose(0, 1).to(torch.uint8).contiguous()
-        everyone = own.new_empty(schedule.shape.n, len(mask))
-        call.ring.trade("forward pass, masks", [own] * call.ring.size, call.shards(everyone), Workspace())
-        mask = everyone.bool().transpose(0, 1)
-    out, lse = _attend(tensors._replace(q=q, k=k, v=v, key_mask=mask), call)
-    results = (out, lse.transpose(1, 2).unsqueeze(-1)) if return_lse else (out,)
-    out, *lses = _Exchange.apply(call, (h,) * len(results), False, *results)  # type: ignore[no-untyped-call]
-    return (out, lses[0].squeeze(-1).transpose(1, 2)) if return_lse else out
-
-
-def _attend(tensors: Tensors, call: RankCall) -> tuple[Tensor, Tensor]:
-    q, k, v = tensors[:3]
-    if q.shape[1] and q.shape[2]:
-        result: tuple[Tensor, Tensor] = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
-        return result
-    # No tokens, or no heads: nothing to attend, but gradients to pass on. The product saves a tensor for
-    # backward, or activation checkpointing would not call this rank again with the others.
-    out = (q + k.sum() + v.sum()) * q.new_ones(())
-    return out, out.sum(-1).transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    out, *lses = _Attention.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return (out, lses[0].squeeze(-1).transpose(1, 2)) if lses else out
 
 
 class _Attention(torch.autograd.Function):
+    """A rank's call; lse is (b, n_local, h, 1). Also a rank without tokens takes part: others wait for it."""
+
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, call = args
-        out, lse = call.run(Tensors(*tensors))
+    def forward(ctx: Any, call: RankCall, *args: Any) -> tuple[Tensor, ...]:
+        tensors, (h, h_kv) = Tensors(*args), call.schedule.shape[2:4]
+        if call.schedule.strategy == "ulysses":
+            q, k, v = call.exchange("forward", True, (h, h_kv, h_kv), tensors[:3])
+            tensors = tensors._replace(q=q, k=k, v=v, key_mask=call.whole_mask(tensors.key_mask))
+        out, lse = call.run(tensors)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        # Also without a gradient of its own: the others wait for this rank.
-        merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-        gradients = ctx.call.run(Tensors(*tensors), merged)
-        return *gradients, *(None,) * (len(tensors) - 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Tokens for heads: (b, n_local, heads, d) of all `heads` -> (b, n, heads, d) of this rank's; or back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: RankCall, heads: tuple[int, ...], to_heads: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.back = call, heads, not to_heads
-        return _exchange("forward", call, heads, to_heads, *tensors)
+        results = (out, lse.transpose(1, 2).unsqueeze(-1))[: 1 + call.schedule.return_lse]
+        if call.schedule.strategy == "ring":
+            return results
+        return tuple(call.exchange("forward", False, (h, h)[: len(results)], results))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_exchange("backward", *ctx.back, *gradients)
-
-
-def _exchange(
-    direction: Pass, call: RankCall, heads: tuple[int, ...], to_heads: bool, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """In memory (tokens, b, heads, d), so that the tokens of other ranks arrive in place."""
-    schedule, rank, results = call.schedule, call.ring.rank, []
-    what = f"{direction} pass, {'tokens to heads' if to_heads else 'heads to tokens'}"
-    with call.workspace(tensors[0].device) as workspace:
-        for x, total in zip(tensors, heads, strict=True):
-            shares = (share * total // schedule.shape.h_kv for share in schedule.head_shares)
-            of_heads = [slice(*pair) for pair in pairwise(accumulate(shares, initial=0))]
-            held = of_heads[rank].stop - of_heads[rank].start
-            n, num = (schedule.shape.n, held) if to_heads else (schedule.shard_lengths[rank], total)
-            result = workspace.result((n, x.shape[0], num, x.shape[3]), x.dtype, x.device)
-            some, every = (x.transpose(0, 1), result) if to_heads else (result, x.transpose(0, 1))
-            sides = [some[:, :, each] for each in of_heads], call.shards(every)
-            call.ring.trade(what, *(sides if to_heads else sides[::-1]), workspace)
-            results.append(result.transpose(0, 1))
-    return tuple(results)
+        call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
+        is_ulysses, (h, h_kv) = call.schedule.strategy == "ulysses", call.schedule.shape[2:4]
+        if is_ulysses:
+            gradients = call.exchange("backward", True, (h, h)[: len(gradients)], gradients)
+        grad_lse = gradients[1].squeeze(-1).transpose(1, 2) if len(gradients) > 1 else None
+        found = call.run(Tensors(*tensors), Merged(out, lse, gradients[0], grad_lse))
+        if is_ulysses:
+            found = call.exchange("backward", False, (h, h_kv, h_kv), found)
+        return None, *found, *(None,) * (len(tensors) - 3)

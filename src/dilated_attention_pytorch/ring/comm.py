@@ -231,13 +231,13 @@ class Agreement:
 
     def on(self, facts: Mapping[str, int], own: Sequence[int]) -> list[list[int]]:
         """Checks that all ranks state the same facts, and returns what each has of its `own`."""
-        # The first value is 0 on a rank that refuses its arguments.
         stated = {"the function": digest(self.function), **facts}
-        values = [1, *stated.values(), *own]
         if too_large := [name for name, value in stated.items() if abs(value) >= 2**63]:
             raise ValueError(f"{too_large[0]} must be below 2**63")
         self.is_made = True
-        table = self.ring.gather(values, f"agreeing on {self.function}", self.device)
+        # The first value is 0 on a rank that refuses its arguments.
+        values, what = [1, *stated.values(), *own], f"agreeing on {self.function}"
+        table = self.ring.gather(values, what, self.device)
         if refusing := [rank for rank, row in enumerate(table) if not row[0]]:
             who = f"rank {refusing[0]} of {self.ring}"
             raise ValueError(f"{who} refused its arguments; its own error says why")
