@@ -254,7 +254,7 @@ def attend_last(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     with torch.no_grad(), without_autocast(q.device):
-        for rows, (first,) in alike_rows([(first,) for first in firsts]):
+        for rows, first in alike_rows(firsts):
             new = min(m, n - first)
             if new:
                 queries, keys, values = q[rows, m - new :], k[rows, first:], v[rows, first:]
@@ -266,9 +266,8 @@ def _attend_alike(stream: Stream, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     m, n = q.shape[1], k.shape[1]
     if m == 1:
         return stream.attend_one(q, n - 1, partial(_kept_rows, k, v, n - 1))
-    start = n - m
-    past = partial(_kept_rows, k, v, start - 1)
-    return stream.attend_many(q, k[:, start:], v[:, start:], start, past)
+    new, past = slice(n - m, n), partial(_kept_rows, k, v, n - m - 1)
+    return stream.attend_many(q, k[:, new], v[:, new], n - m, past)
 
 
 def _kept_rows(

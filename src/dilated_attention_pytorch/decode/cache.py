@@ -77,10 +77,8 @@ class DilatedKVCache:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         execution = check_decoding("DilatedKVCache", execution)
         check_float_dtype("dtype", dtype)
-        self.spec, self.head_dim = spec, head_dim
+        self.spec, self.head_dim, self.device, self.dtype = spec, head_dim, check_device(device), dtype
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.device = check_device(device)
-        self.dtype = dtype
         self._stream = Stream(spec, num_heads, num_kv_heads, execution)
         self._lengths = [0] * batch_size
         self._buffers: dict[KeyRun, Tensor] = {}  # (key and value, b, kv heads, rows, d)
@@ -150,10 +148,8 @@ class DilatedKVCache:
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
         rows = whole_numbers("index", index, None, self.batch_size - 1)
-        self._buffers = {
-            run: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
-            for run, buffer in self._buffers.items()
-        }
+        index_of = torch.tensor(rows, device="cpu")
+        self._buffers = {run: x.index_select(1, index_of.to(x.device)) for run, x in self._buffers.items()}
         self._lengths = [self._lengths[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,10 +204,9 @@ class DilatedKVCache:
             raise ValueError(f"q, k and v must have as many new tokens, got {q.shape[1]} and {k.shape[1]}")
         if self.dtype not in (None, q.dtype):
             raise TypeError(f"this cache holds {self.dtype}, got {q.dtype}")
-        if self.device is not None and (
-            self.device.type != q.device.type or self.device.index not in (None, q.device.index)
-        ):
-            raise ValueError(f"this cache is on {self.device}, got tokens on {q.device}")
+        device = self.device or q.device
+        if device.type != q.device.type or device.index not in (None, q.device.index):
+            raise ValueError(f"this cache is on {device}, got tokens on {q.device}")
 
     def _attend_alike(self, rows: slice, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of rows that are all at position `start`, with as many new tokens."""

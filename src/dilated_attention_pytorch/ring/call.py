@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import (
-    autocast_inputs,
-    check_flags,
-    check_inputs,
-    check_positive_int,
-    one_of,
-    refuse_forward_mode,
-)
+from ..checks import autocast_inputs, check_count, check_flags, check_inputs, one_of, refuse_forward_mode
 from ..core.pattern_cache import PatternCache
 from ..core.sources import find_source
 from ..core.workspace import Workspace
@@ -34,7 +27,7 @@ from ..spec import DilatedSpec, Execution
 from .comm import Agreement, Group, Ring, digest, find_others
 from .needs import BlockNeeds, DilatedNeeds
 from .remote_kv import RingKV
-from .schedule import STRATEGIES, RingSchedule
+from .schedule import STRATEGIES, RingSchedule, Strategy
 from .shards import check_lengths
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -85,17 +78,11 @@ class AgreedCall(NamedTuple):
         self, needs: DilatedNeeds | BlockNeeds, default_bytes: int, cache: PatternCache, strategy: str
     ) -> Result:
         """out, or (out, lse); the schedule of an equal call before knows its steps and plans."""
-        (q, _, _, key_mask, *_), execution = self.tensors, self.execution
-        schedule = RingSchedule(
-            needs,
-            self.lengths,
-            q.element_size(),
-            key_mask is not None,
-            execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES,
-            self.settings.steps,
-            "ulysses" if strategy == "ulysses" else "ring",
-            self.settings.return_lse,
-        )
+        (q, _, _, key_mask, *_), execution, settings = self.tensors, self.execution, self.settings
+        size = execution.workspace_bytes or DEFAULT_WORKSPACE_BYTES
+        sizes = q.element_size(), key_mask is not None, size, settings.steps
+        first: Strategy = "ulysses" if strategy == "ulysses" else "ring"
+        schedule = RingSchedule(needs, self.lengths, *sizes, first, settings.return_lse)
         build = schedule.cheaper if strategy == "auto" else lambda: schedule
         key = ("ring", schedule, strategy)
         schedule = cache.get_or_build(key, build) if execution.use_pattern_cache else build()
@@ -114,12 +101,12 @@ def agree_on_call(
     refuse_forward_mode(agreement.function, q, k, v)
     execution = check_execution(settings.execution)
     check_flags(return_lse=settings.return_lse)
-    check_positive_int("steps", settings.steps)
-    (rank, size), given = (agreement.ring.rank, agreement.ring.size), settings.shard_lengths
-    b, n, h, d = q.shape
-    given = None if given is None else check_lengths(given, size)
-    if given is not None and given[rank] != n:
-        raise ValueError(f"shard_lengths gives rank {rank} {given[rank]} tokens, got tensors of {n}")
+    check_count("steps", settings.steps, least=1)
+    (b, n, h, d), ring, given = q.shape, agreement.ring, settings.shard_lengths
+    given = None if given is None else check_lengths(given, ring.size)
+    if given is not None and given[ring.rank] != n:
+        found = f"rank {ring.rank} {given[ring.rank]} tokens"
+        raise ValueError(f"shard_lengths gives {found}, got tensors of {n}")
     shared = {
         "the batch size": b,
         "the number of heads": h,
@@ -142,7 +129,7 @@ def agree_on_call(
         raise ValueError(f"shard_lengths must be the tokens of the ranks, {lengths}, got {given}")
     if not sum(lengths):
         raise ValueError("the ranks must have at least one token, got none")
-    return AgreedCall(agreement.ring, Tensors(q, k, v, key_mask), spec, execution, settings, lengths)
+    return AgreedCall(ring, Tensors(q, k, v, key_mask), spec, execution, settings, lengths)
 
 
 class RankCall(NamedTuple):
@@ -153,11 +140,7 @@ class RankCall(NamedTuple):
     options: RunOptions
 
     def workspace(self, device: torch.device) -> AbstractContextManager[Workspace]:
-        """Scratch from where `memory` says.
-
-        A rank that runs out of memory does not try again in smaller batches as it would alone: others would
-        not.
-        """
+        """Scratch from where `memory` says; no second try in smaller batches, which others would not make."""
         source = find_source(self.options.memory)
         return nullcontext(Workspace()) if source is None else source.workspace(device)
 

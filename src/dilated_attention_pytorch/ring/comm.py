@@ -131,8 +131,7 @@ class Ring:
 
     def gather(self, values: Sequence[int], what: str, device: torch.device | None = None) -> list[list[int]]:
         """The values of all ranks, at most CONTROL: all messages have one size, whatever a rank is doing."""
-        if len(values) > CONTROL:
-            raise AssertionError(f"a control message has at most {CONTROL} values, got {len(values)}")
+        assert len(values) <= CONTROL, f"a control message has at most {CONTROL} values, got {len(values)}"
         padded = [*values, *[0] * (CONTROL - len(values))]
         mine = torch.tensor(padded, dtype=torch.int64, device=self._control_device(device))
         table = [torch.empty_like(mine) for _ in range(self.size)]
