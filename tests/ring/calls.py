@@ -25,27 +25,19 @@ def attend_shard(
     config: Inputs, rank: int, tensors: tuple[Tensor, ...], **changes: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's shards of q, k and v; `changes` are options of this call alone."""
-    mask = config.key_mask()
-    low, high = config.bounds(rank)
-    options: dict[str, Any] = {
-        "key_mask": None if mask is None else mask[:, low:high],
-        "return_lse": True,
-        "timeout": TIMEOUT,
-        **config.options,
-        **config.execution,
-    }
+    mask, shard = config.key_mask(), slice(*config.bounds(rank))
+    options = {"key_mask": None if mask is None else mask[:, shard], "return_lse": True, "timeout": TIMEOUT}
+    options |= config.options | config.execution
     if isinstance(config, Blocks):
         return ring_blocks(*tensors, config.pattern(config), **{**options, **changes})
-    assert isinstance(config, Dilated)
     options |= {"strategy": config.strategy, "cu_seqlens": config.cu_seqlens(), **changes}
-    return ring(*tensors, config.segment_lengths, config.dilation_rates, **options)
+    return ring(*tensors, *config.lists, **options)
 
 
 def plan_of(config: Dilated, strategy: str = "ring") -> RingSchedule:
     """The schedule of `attend_shard`."""
     return plan_ring(
-        config.segment_lengths,
-        config.dilation_rates,
+        *config.lists,
         shard_lengths=config.shards,
         num_heads=config.h,
         num_kv_heads=config.h_kv,
@@ -65,10 +57,7 @@ def attend_whole(config: Inputs, tensors: tuple[Tensor, ...]) -> tuple[Tensor, T
     options = {"key_mask": config.key_mask(), "return_lse": True, **config.options}
     if isinstance(config, Blocks):
         return block_sparse_attention(*tensors, config.pattern(config), **options)
-    assert isinstance(config, Dilated)
-    return dilated_attention(
-        *tensors, config.segment_lengths, config.dilation_rates, cu_seqlens=config.cu_seqlens(), **options
-    )
+    return dilated_attention(*tensors, *config.lists, cu_seqlens=config.cu_seqlens(), **options)
 
 
 def differentiate(
@@ -146,10 +135,8 @@ def check_kernel(rank: int, kernel: str) -> None:
 
 def pair_counts(config: Inputs) -> Tensor:
     """(h, n, n): how often the definition counts each pair."""
-    assert isinstance(config, Dilated)
     options = {name: config.options[name] for name in PLANNED if name in config.options}
-    branches = config.segment_lengths, config.dilation_rates
-    return multiplicity(config.n, config.h, *branches, cu_seqlens=config.cu_seqlens(), **options)
+    return multiplicity(config.n, config.h, *config.lists, cu_seqlens=config.cu_seqlens(), **options)
 
 
 def needed_rows(config: Inputs) -> Tensor:

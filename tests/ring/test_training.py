@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,19 @@ def sum_over_ranks(model: nn.Module) -> None:
 
 
 def train_by_hand(rank: int) -> None:
-    """Gradients summed over the ranks are those of the whole sequence, checkpointed in either mode or not."""
-    for kind in ("dilated", "ulysses", "blocks"):
+    """Gradients summed over the ranks are those of the whole sequence, checkpointed in either mode or not.
+
+    Also if a rank has no tokens.
+    """
+    modes = ("none", "reentrant", "not reentrant")
+    for kind, shard_lengths in product(("dilated", "ulysses", "blocks"), (None, (N, 0))):
         out, expected = whole_gradients(kind)
-        x = shard_sequence(tokens())
-        for mode in ("none", "reentrant", "not reentrant"):
+        shard = partial(shard_sequence, shard_lengths=shard_lengths)
+        for mode in modes:
             model = Model(sharded(kind))
-            x = x.detach().requires_grad_()  # reentrant checkpoints need an input with a gradient
+            x = shard(tokens()).detach().requires_grad_()  # reentrant checkpoints need an input with one
             got = model(x) if mode == "none" else checkpoint(model, x, use_reentrant=mode == "reentrant")
-            assert_close(got, shard_sequence(out), torch.float64, f"{kind}, {mode}")
+            assert_close(got, shard(out), torch.float64, f"{kind}, {mode}")
             got.square().sum().backward()
             sum_over_ranks(model)
             check_gradients(model, expected, 1.0, f"{kind}, checkpointing {mode}")

@@ -7,10 +7,11 @@ hold arguments that are right, and the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from ..core.workspace import Workspace
 
 Group = Any  # a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group
 Message = tuple[int, Tensor]  # (peer, what it sends or gets)
-Works = list[tuple[str, dist.Work]]  # by what an error calls them
 CONTROL = 40  # values of a control message
 _KNOWN = "_known_to_the_ring"  # of errors that all ranks have heard of
 
@@ -51,16 +51,8 @@ _TRAFFIC: dict[str, Traffic] = {}  # by the name of the group
 class Pending(NamedTuple):
     """Transfers that are under way."""
 
-    ring: Ring
-    what: str
-    arriving: Works
-    leaving: Works
-
-    def wait_arrived(self) -> None:
-        self.ring.wait(self.what, self.arriving)
-
-    def wait_left(self) -> None:
-        self.ring.wait(self.what, self.leaving)
+    wait_arrived: Callable[[], None]
+    wait_left: Callable[[], None]
 
 
 class Ring:
@@ -82,21 +74,20 @@ class Ring:
         ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         names = [f"from rank {peer}" for peer, _ in receives] + [f"to rank {peer}" for peer, _ in sends]
-        if not ops:
-            return Pending(self, what, [], [])
         try:
-            works = dist.batch_isend_irecv(ops)
+            works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise self._failure(what, ", ".join(names), error) from error
         self.traffic.received_bytes += sum(x.nbytes for _, x in receives)
         self.traffic.sent_bytes += sum(x.nbytes for _, x in sends)
         self.traffic.messages += len(sends)
+        first = len(receives)
         if len(works) != len(ops):  # a backend may join what is started together
-            return Pending(self, what, [(", ".join(names), work) for work in works], [])
+            first, names = len(works), [", ".join(names)] * len(works)
         named = list(zip(names, works, strict=True))
-        return Pending(self, what, named[: len(receives)], named[len(receives) :])
+        return Pending(partial(self.wait, what, named[:first]), partial(self.wait, what, named[first:]))
 
-    def wait(self, what: str, works: Works) -> None:
+    def wait(self, what: str, works: list[tuple[str, dist.Work]]) -> None:
         """Waits for transfers and removes them: gloo would wait for ever the second time."""
         while works:
             name, work = works.pop(0)
@@ -237,9 +228,9 @@ class Agreement:
         # The first value is 0 on a rank that refuses its arguments.
         values, what = [1, *stated.values(), *own], f"agreeing on {self.function}"
         table = self.ring.gather(values, what, self.device)
-        if refusing := [rank for rank, row in enumerate(table) if not row[0]]:
-            who = f"rank {refusing[0]} of {self.ring}"
-            raise ValueError(f"{who} refused its arguments; its own error says why")
+        for rank, row in enumerate(table):
+            if not row[0]:
+                raise ValueError(f"rank {rank} of {self.ring} refused its arguments; its own error says why")
         for i, name in enumerate(stated, start=1):
             first = table[0][i]
             other = next((rank for rank, row in enumerate(table) if row[i] != first), None)

@@ -156,13 +156,12 @@ class RingSchedule:
         size, pairs = self.num_ranks, []
         for distance, chunk in product(range(1, size), range(self.num_chunks)):
             source, target = (rank - distance) % size, (rank + distance) % size
-            pairs.append(
-                (self._transfer(source, source, rank, chunk), self._transfer(target, rank, target, chunk))
-            )
+            receive = self._transfer(source, source, rank, chunk)
+            pairs.append((receive, self._transfer(target, rank, target, chunk)))
         for number, (kv, pair) in enumerate(product(self.kv_groups, pairs)):
-            receive, send = (transfer.of_heads(kv, self.shape.h_kv) for transfer in pair)
-            if receive or send:
-                yield Step(number, kv, receive, send)
+            received, sent = (transfer.of_heads(kv, self.shape.h_kv) for transfer in pair)
+            if received or sent:
+                yield Step(number, kv, received, sent)
 
     def _transfer(self, peer: int, owner: int, receiver: int, chunk: int) -> Transfer:
         low, high = self.shard(owner)
