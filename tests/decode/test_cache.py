@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +16,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch import Execution, dilated_attention
 from dilated_attention_pytorch.decode import DilatedKVCache, attend_last
-from dilated_attention_pytorch.decode.runs import key_runs
 from dilated_attention_pytorch.kernels import cpu_flash
-from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
-from dilated_attention_pytorch.spec import DilatedSpec
+from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.configurations import segment_and_rate
 from support.executions import packed
 from support.tolerances import assert_close
@@ -27,26 +27,12 @@ from support.tolerances import assert_close
 class Stream:
     """A stream of tokens, and how it arrives: for each chunk, how many tokens each row gets."""
 
-    branches: tuple[tuple[int, int], ...]
-    chunks: tuple[tuple[int, ...], ...]
+    options: dict[str, Any]
+    chunks: list[tuple[int, ...]]
     heads: tuple[int, int]
-    mixing: str
-    offsets: str
     dtype: torch.dtype
     seed: int
-    scale: float | None = None
-    workspace_bytes: int = 2**20
-
-    @property
-    def options(self) -> dict[str, Any]:
-        w, r = zip(*self.branches, strict=True)
-        return {
-            "segment_lengths": w,
-            "dilation_rates": r,
-            "head_mixing": self.mixing,
-            "head_offsets": self.offsets,
-            "scale": self.scale,
-        }
+    workspace_bytes: int
 
     @property
     def lengths(self) -> list[int]:
@@ -61,16 +47,10 @@ class Stream:
             for heads in (h, h_kv, h_kv)
         )
 
-    def cache(self, **options: Any) -> DilatedKVCache:
-        return DilatedKVCache(
-            **self.options,
-            batch_size=len(self.lengths),
-            num_heads=self.heads[0],
-            num_kv_heads=self.heads[1],
-            head_dim=4,
-            execution=Execution(workspace_bytes=self.workspace_bytes),
-            **options,
-        )
+    def cache(self) -> DilatedKVCache:
+        sizes = {"num_heads": self.heads[0], "num_kv_heads": self.heads[1], "head_dim": 4}
+        execution = Execution(workspace_bytes=self.workspace_bytes)
+        return DilatedKVCache(**self.options, **sizes, batch_size=len(self.lengths), execution=execution)
 
 
 @st.composite
@@ -85,17 +65,15 @@ def streams(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Stream:
         chunks.append(tuple(draw(row) for _ in range(b)))
     if not any(map(sum, zip(*chunks, strict=True))):
         chunks.append((1,) * b)
-    return Stream(
-        tuple(branches),
-        tuple(chunks),
-        (h_kv * group, h_kv),
-        draw(st.sampled_from(["all", "grouped"])),
-        draw(st.sampled_from(["interleaved", "blocked"])),
-        dtype,
-        draw(st.integers(0, 2**20)),
-        draw(st.sampled_from([None, 0.7])),
-        draw(st.sampled_from([1, 2**20])),
-    )
+    options = {
+        "segment_lengths": [w for w, _ in branches],
+        "dilation_rates": [r for _, r in branches],
+        "head_mixing": draw(st.sampled_from(["all", "grouped"])),
+        "head_offsets": draw(st.sampled_from(["interleaved", "blocked"])),
+        "scale": draw(st.sampled_from([None, 0.7])),
+    }
+    seed, workspace_bytes = draw(st.integers(0, 2**20)), draw(st.sampled_from([1, 2**20]))
+    return Stream(options, chunks, (h_kv * group, h_kv), dtype, seed, workspace_bytes)
 
 
 def run(cache: DilatedKVCache, tensors: tuple[Tensor, ...], chunks: Any, out: Tensor | None = None) -> Tensor:
@@ -119,33 +97,29 @@ def run(cache: DilatedKVCache, tensors: tuple[Tensor, ...], chunks: Any, out: Te
     return out
 
 
+def reference(tensors: Any, row: int, times: slice, options: dict[str, Any]) -> Tensor:
+    """The definition over some positions of one row."""
+    whole = [x[row : row + 1, times].double() for x in tensors]
+    return dilated_attention_reference(*whole, **options, is_causal=True)[0]
+
+
 def expected(stream: Stream, tensors: tuple[Tensor, ...]) -> Tensor:
     """Row by row, the definition over the whole stream; zeros after a row's end."""
     out = torch.zeros(tensors[0].shape, dtype=torch.float64)
     for row, length in enumerate(stream.lengths):
         if length:
-            whole = [x[row : row + 1, :length].double() for x in tensors]
-            result = dilated_attention_reference(*whole, **stream.options, is_causal=True)
-            assert isinstance(result, Tensor)
-            out[row, :length] = result[0]
+            out[row, :length] = reference(tensors, row, slice(length), stream.options)
     return out
 
 
-@given(streams())
-def test_chunks_equal_the_definition(stream: Stream) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@given(st.data())
+def test_chunks_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> None:
+    stream = data.draw(streams(dtype))
     tensors, cache = stream.tensors(), stream.cache()
     out = run(cache, tensors, stream.chunks)
-    assert cache.lengths == tuple(stream.lengths)
-    assert cache.num_tokens == max(stream.lengths)
-    assert_close(out, expected(stream, tensors), torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@given(st.data())
-def test_precisions(dtype: torch.dtype, data: st.DataObject) -> None:
-    stream = data.draw(streams(dtype))
-    tensors = stream.tensors()
-    assert_close(run(stream.cache(), tensors, stream.chunks), expected(stream, tensors), dtype)
+    assert (cache.lengths, cache.num_tokens) == (tuple(stream.lengths), max(stream.lengths))
+    assert_close(out, expected(stream, tensors), dtype)
 
 
 @given(streams(), st.integers(0, 2**20))
@@ -189,33 +163,8 @@ def test_attend_last_equals_the_definition(stream: Stream, data: st.DataObject) 
     for row, start in enumerate(starts):
         want = torch.zeros(n, *q.shape[2:], dtype=torch.float64)
         if start < n:
-            whole = [x[row : row + 1, start:] for x in tensors]
-            result = dilated_attention_reference(*whole, **stream.options, is_causal=True)
-            assert isinstance(result, Tensor)
-            want[start:] = result[0]
+            want[start:] = reference(tensors, row, slice(start, None), stream.options)
         assert_close(out[row], want[n - m :], torch.float64)
-
-
-@given(streams())
-def test_lanes_hold_every_key_that_is_selected(stream: Stream) -> None:
-    """The runs of a branch read the pairs of the definition, and no others."""
-    n, (h, h_kv) = 2 * max(w for w, _ in stream.branches), stream.heads
-    options = {name: value for name, value in stream.options.items() if name != "scale"}
-    spec = DilatedSpec(**options, is_causal=True)
-    counts = torch.zeros(h, n, n, dtype=torch.int64)
-    for run in key_runs(spec, h, h_kv):
-        group = len(run.heads) // len(run.kv_heads)
-        assert [head // (h // h_kv) for head in run.heads] == [
-            kv for kv in run.kv_heads for _ in range(group)
-        ]
-        for t in range(n):
-            if t % run.window % run.rate == run.offset:
-                begin = t // run.window * run.window + run.offset
-                rows = run.rows_before(t % run.window + 1)
-                assert rows <= run.capacity
-                for head in run.heads:
-                    counts[head, t, begin : begin + rows * run.rate : run.rate] += 1
-    assert torch.equal(counts, multiplicity(n, h, **options, is_causal=True))
 
 
 def test_memory_stays_constant_once_the_largest_segment_is_full() -> None:
@@ -235,21 +184,24 @@ def test_memory_stays_constant_once_the_largest_segment_is_full() -> None:
     assert sizes == {2 * 4 * 2 * (64 * 4 + 64 * 4 * 2)}
 
 
+def small(**changes: Any) -> DilatedKVCache:
+    sizes: dict[str, Any] = {"batch_size": 1, "num_kv_heads": 2, "head_dim": 4}
+    return DilatedKVCache(**{"segment_lengths": [8], "dilation_rates": [1], **sizes, **changes})
+
+
 def test_long_streams_of_single_tokens_equal_the_chunked_ones() -> None:
-    options: dict[str, Any] = {"segment_lengths": (16, 100), "dilation_rates": (1, 3)}
-    tensors = [torch.randn(2, 700, heads, 8, dtype=torch.float64) for heads in (6, 3, 3)]
-    sizes: dict[str, Any] = {"batch_size": 2, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
-    single, chunked = DilatedKVCache(**options, **sizes), DilatedKVCache(**options, **sizes)
-    one = torch.cat([single.attend(*(x[:, t : t + 1] for x in tensors)) for t in range(700)], 1)
-    many = torch.cat([chunked.attend(*(x[:, t : t + 99] for x in tensors)) for t in range(0, 700, 99)], 1)
+    """Their memory grows twice."""
+    options: dict[str, Any] = {"segment_lengths": (16, 300), "dilation_rates": (1, 2)}
+    tensors = [torch.randn(2, 700, heads, 4, dtype=torch.float64) for heads in (6, 3, 3)]
     want = dilated_attention(*tensors, **options, is_causal=True)
-    assert_close(one, want, torch.float64)
-    assert_close(many, want, torch.float64)
+    for size in (1, 99):
+        cache = small(**options, batch_size=2, num_heads=6, num_kv_heads=3)
+        parts = [cache.attend(*part) for part in zip(*(x.split(size, 1) for x in tensors), strict=True)]
+        assert_close(torch.cat(parts, 1), want, torch.float64)
 
 
 def test_reset_begins_a_new_stream_in_the_same_memory() -> None:
-    cache = DilatedKVCache([8], [1], batch_size=1, num_kv_heads=2, head_dim=4)
-    x = torch.randn(1, 7, 2, 4)
+    cache, x = small(), torch.randn(1, 7, 2, 4)
     first, nbytes = cache.attend(x, x, x), cache.nbytes
     cache.reset()
     assert (cache.num_tokens, cache.nbytes) == (0, nbytes)
@@ -257,84 +209,64 @@ def test_reset_begins_a_new_stream_in_the_same_memory() -> None:
 
 
 def test_an_error_appends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DilatedKVCache([8, 32], [1, 2], batch_size=2, num_kv_heads=2, head_dim=4)
-    tensors = [torch.randn(2, 60, 2, 4) for _ in range(3)]
+    branches = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
+    cache, tensors = small(**branches, batch_size=2), [torch.randn(2, 60, 2, 4) for _ in range(3)]
     cache.attend(*(x[:, :5] for x in tensors), lengths=[5, 3])
-    calls = []
-    original = type(cache._stream).attend_many
-
-    def fails_at_the_second_run(*args: Any) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        return original(*args)
-
-    monkeypatch.setattr(type(cache._stream), "attend_many", fails_at_the_second_run)
     later = [torch.stack([x[0, 5:35], x[1, 3:33]]) for x in tensors]
-    with pytest.raises(MemoryError):
-        cache.attend(*later)
+    fails_at_the_second_row = Mock(side_effect=[torch.zeros(1, 30, 2, 4), MemoryError])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache._stream), "attend_many", fails_at_the_second_row)
+        with pytest.raises(MemoryError):
+            cache.attend(*later)
     assert cache.lengths == (5, 3)
     out = cache.attend(*later)
     for row, start in enumerate((5, 3)):
-        whole = [x[row : row + 1, : start + 30] for x in tensors]
-        want = dilated_attention(*whole, [8, 32], [1, 2], is_causal=True)
-        assert_close(out[row], want[0, start:], torch.float32)
+        want = reference(tensors, row, slice(start + 30), branches)
+        assert_close(out[row], want[start:], torch.float32)
 
 
 def test_nan_reaches_the_tokens_that_read_it_and_no_others() -> None:
     options: dict[str, Any] = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
     tensors = [torch.randn(1, 40, 2, 4, dtype=torch.float64) for _ in range(3)]
     tensors[1][0, 3, 0], tensors[2][0, 18, 1] = float("nan"), float("nan")
-    cache = DilatedKVCache(**options, batch_size=1, num_kv_heads=2, head_dim=4)
+    cache = small(**options)
     out = torch.cat([cache.attend(*(x[:, t : t + 1] for x in tensors)) for t in range(40)], 1)
     want = dilated_attention(*tensors, **options, is_causal=True)
     assert torch.equal(out.isnan(), want.isnan())
     assert 0 < out.isnan().sum() < out.numel()
 
 
-def test_device_and_dtype_are_those_of_the_first_tokens() -> None:
-    cache = DilatedKVCache([8], [1], batch_size=1, num_kv_heads=2, head_dim=4)
-    x = torch.randn(1, 1, 2, 4)
-    with torch.inference_mode():
-        cache.attend(x, x, x)
-    cache.attend(x, x, x)  # memory of inference mode could not be written here
-    assert (cache.device, cache.dtype) == (x.device, x.dtype)
-    with pytest.raises(TypeError, match=r"this cache holds torch.float32, got torch.float64"):
-        cache.attend(*[x.double()] * 3)
+CHANGES: list[Callable[[DilatedKVCache], DilatedKVCache | None]] = [
+    lambda cache: cache,
+    lambda cache: cache.reorder([0]),
+    lambda cache: cache.load_state_dict(cache.state_dict()),
+    copy.deepcopy,
+]
 
 
-@pytest.mark.parametrize("change", ["reorder", "load_state_dict", "deepcopy"])
-def test_what_inference_mode_changed_can_be_written_outside_it(change: str) -> None:
-    cache = DilatedKVCache([8], [1], batch_size=2, num_kv_heads=2, head_dim=4)
-    x = torch.randn(2, 3, 2, 4)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_inference_mode_made_can_be_written_outside_it(change: Any) -> None:
+    cache, x = small(), torch.randn(1, 3, 2, 4)
     with torch.inference_mode():
         cache.attend(x, x, x)
-        if change == "reorder":
-            cache.reorder([1, 0])
-        elif change == "load_state_dict":
-            cache.load_state_dict(cache.state_dict())
-        else:
-            cache = copy.deepcopy(cache)
-    with torch.no_grad():
-        cache.attend(x, x, x)
-    assert cache.lengths == (6, 6)
+        cache = change(cache) or cache
+    cache.attend(x, x, x)
+    assert (cache.lengths, cache.device, cache.dtype) == ((6,), x.device, x.dtype)
 
 
 def test_autocast_casts_as_in_the_full_forward() -> None:
-    cache = DilatedKVCache([8], [1], batch_size=1, num_kv_heads=2, head_dim=4)
-    x = torch.randn(1, 3, 2, 4)
+    cache, x = small(), torch.randn(1, 3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert cache.attend(x, x, x).dtype == torch.bfloat16
-    assert cache.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match=r"this cache holds torch.bfloat16, got torch.float64"):
+        cache.attend(*[x.double()] * 3)
 
 
 X = torch.randn(2, 3, 4, 8)
 
 
 def bad_cache(**changes: Any) -> DilatedKVCache:
-    arguments: dict[str, Any] = {"batch_size": 2, "num_kv_heads": 4, "head_dim": 8}
-    branches = {"segment_lengths": [8], "dilation_rates": [1]}
-    return DilatedKVCache(**(branches | arguments | changes))
+    return small(**{"batch_size": 2, "num_kv_heads": 4, "head_dim": 8, **changes})
 
 
 @pytest.mark.parametrize(
@@ -389,42 +321,43 @@ def test_a_call_that_fails_fixes_neither_device_nor_dtype(monkeypatch: pytest.Mo
 def test_bad_reordering_and_states() -> None:
     cache = bad_cache()
     cache.attend(X, X, X)
-    for index, message in (
-        ([0, 2], "between 0 and 1, got 2"),
-        ([], "at least one entry, got none"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cache.reorder(index)
     state = cache.state_dict()
-    other = bad_cache(segment_lengths=[16])
-    with pytest.raises(ValueError, match=r"the state has the settings .*\[8\].* the cache .*\[16\]"):
-        other.load_state_dict(state)
-    for bad in ({}, 3):
-        with pytest.raises(ValueError, match=r"what DilatedKVCache.state_dict returns"):
-            cache.load_state_dict(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the state must hold dense tensors of the shapes"):
-        cache.load_state_dict({**state, "runs.0": state["runs.0"][:, :, :, :2]})
-    with pytest.raises(TypeError, match=r"this cache holds torch.float32, the state"):
-        cache.load_state_dict({**state, "runs.0": state["runs.0"].double()})
-    with pytest.raises(ValueError, match="lengths must lie between"):
-        cache.load_state_dict({**state, "lengths": [3, -1]})
-    run = state["runs.0"]
+    run, is_state = state["runs.0"], "what DilatedKVCache.state_dict returns"
+    for index, error, message in (
+        ([0, 2], ValueError, "between 0 and 1, got 2"),
+        ([], ValueError, "at least one entry, got none"),
+        (3, TypeError, "index must be a sequence or tensor of integers, got 3"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.reorder(index)
+    for bad, error, message in (
+        ({}, ValueError, is_state),
+        (3, ValueError, is_state),
+        *(({**state, name: run}, ValueError, f"{is_state}, got .*{name}") for name in ("foo", 5, "runs.7")),
+        ({**state, "lengths": [3, -1]}, ValueError, "lengths must lie between"),
+        *(
+            ({**state, "runs.0": odd}, ValueError, "must hold dense tensors of the shapes")
+            for odd in ("x", run[:, :, :, :2], run.to_sparse(), run.to("meta"))
+        ),
+        ({**state, "runs.0": run.double()}, TypeError, "this cache holds torch.float32, the state"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.load_state_dict(bad)
     for dtype in (torch.int32, torch.complex64, torch.float8_e5m2):
         with pytest.raises(TypeError, match=f"this cache holds one float dtype, the state {dtype} on cpu"):
             bad_cache().load_state_dict({**state, "runs.0": run.to(dtype)})
-    for odd in ("x", run.to_sparse(), run.to("meta")):
-        with pytest.raises(ValueError, match="must hold dense tensors of the shapes"):
-            bad_cache().load_state_dict({**state, "runs.0": odd})
-    for name in ("foo", 5, "runs.7"):
-        with pytest.raises(ValueError, match=f"what DilatedKVCache.state_dict returns, got .*{name}"):
-            bad_cache().load_state_dict({**state, name: run})
-    with pytest.raises(TypeError, match="index must be a sequence or tensor of integers, got 3"):
-        cache.reorder(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the state has the settings .*\[8\].* the cache .*\[16\]"):
+        bad_cache(segment_lengths=[16]).load_state_dict(state)
     assert cache.lengths == (3, 3)
 
 
-def test_attend_last_refuses_more_queries_than_keys() -> None:
-    with pytest.raises(ValueError, match="at most as many positions as k and v, got 3 and 2"):
-        attend_last(X, X[:, :2], X[:, :2], [8], [1])
-    with pytest.raises(ValueError, match="starts must lie between 0 and 3, got 4"):
-        attend_last(X, X, X, [8], [1], starts=[0, 4])
+@pytest.mark.parametrize(
+    ("keys", "options", "message"),
+    [
+        (X[:, :2], {}, "at most as many positions as k and v, got 3 and 2"),
+        (X, {"starts": [0, 4]}, "starts must lie between 0 and 3, got 4"),
+    ],
+)
+def test_attend_last_refuses_more_queries_than_keys(keys: Tensor, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend_last(X, keys, keys, [8], [1], **options)

@@ -20,7 +20,7 @@ from dilated_attention_pytorch import (
     build_block_pattern,
 )
 from dilated_attention_pytorch.core import PersistentPatternCache, get_block_pattern_cache
-from dilated_attention_pytorch.modules import ring as ring_module
+from dilated_attention_pytorch.modules import block_sparse as block_sparse_module, ring as ring_module
 from dilated_attention_pytorch.reference import block_sparse_attention_reference
 from dilated_attention_pytorch.spec import PatternType
 from support.tolerances import assert_close, assert_same_gradients
@@ -107,6 +107,36 @@ def test_ring_of_one_process_is_the_base(ring_size: int | None, kind: str) -> No
     assert torch.equal(ring(q, k, v), Base(sparse_config=config)(q, k, v))
     assert copy.deepcopy(ring).ring is ring.ring
     assert repr(pickle.loads(pickle.dumps(ring))) == repr(ring)
+
+
+def test_ring_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for two other processes with 50 and 0 positions; `tests/ring` has real ones."""
+    calls: list[Any] = []
+
+    def attend(tensors: Any, pattern: Any, make_spec: Any, settings: Any) -> Tensor:
+        options = tensors._asdict() | vars(make_spec()) | vars(settings.execution) | settings._asdict()
+        calls.append((pattern(50 + tensors.q.shape[1]), options))
+        return tensors.q
+
+    monkeypatch.setattr(ring_module, "group_size", lambda group: 3)
+    monkeypatch.setattr(block_sparse_module, "attend_ring_blocks", attend)
+    q, k, v = tensors()
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    config = SparsePatternConfig("random", 0.3, 16, seed=77)
+    module = Ring(sparse_config=config, ring_size=6, timeout=2.5, softmax_scale=0.5, dropout=0.1)
+    assert (module.ring_size, module.is_sharded) == (6, True)
+    for _ in range(2):
+        assert module(q, k, v, True, mask) is q
+    pattern, options = calls[0]
+    assert calls[1][0] is pattern  # from the cache
+    assert torch.equal(pattern.to_dense(), build_block_pattern(config, 200, 4, is_causal=True).to_dense())
+    assert options["key_mask"] is mask
+    names = ("is_causal", "scale", "dropout_p", "timeout", "steps", "memory")
+    assert [options[name] for name in names] == [True, 0.5, 0.1, 2.5, 2, "fresh"]
+    given = Ring(sparse_config=pattern)
+    given(q, k, v, True)
+    with pytest.raises(ValueError, match="the pattern is for a length of 200, got 199"):
+        given(q[:, 1:], k[:, 1:], v[:, 1:])
 
 
 def test_what_parts_of_a_sequence_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

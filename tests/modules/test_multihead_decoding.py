@@ -43,13 +43,11 @@ def test_decoding_equals_the_full_forward(cls: Any, position_encoding: str | Non
     module = make(cls, position_encoding=position_encoding, num_kv_heads=2, head_offsets="blocked")
     x = tokens()
     expected, _ = module(x, is_causal=True)
-    cache, parts = module.make_cache(B), []
-    for part in x.split([13, 1, 1, 7, 1, 6], 1):
-        out, weights = module(part, is_causal=True, cache=cache)
-        assert weights is None
-        parts.append(out)
+    cache = module.make_cache(B)
+    parts = [module(part, is_causal=True, cache=cache) for part in x.split([13, 1, 1, 7, 1, 6], 1)]
     assert cache.lengths == (N, N)
-    assert_close(torch.cat(parts, 1), expected, DOUBLE)
+    assert {weights for _, weights in parts} == {None}
+    assert_close(torch.cat([out for out, _ in parts], 1), expected, DOUBLE)
 
 
 @given(
@@ -84,15 +82,11 @@ def test_ragged_rows_continue_where_each_of_them_is(
 
 @torch.no_grad()
 def test_positions_of_the_user_go_with_a_cache() -> None:
-    module, x = make(position_encoding="rotary"), tokens()
-    cache = module.make_cache(B)
-    positions = torch.arange(N) * 2
-    expected, _ = module(x, is_causal=True, positions=positions)
-    parts = [
-        module(x[:, a:b], is_causal=True, cache=cache, positions=positions[a:b])[0]
-        for a, b in ((0, 11), (11, N))
-    ]
-    assert_close(torch.cat(parts, 1), expected, DOUBLE)
+    module, x, positions = make(position_encoding="rotary"), tokens(), torch.arange(N) * 2
+    how: dict[str, Any] = {"is_causal": True, "cache": module.make_cache(B)}
+    parts = zip(x.split([11, N - 11], 1), positions.split([11, N - 11]), strict=True)
+    out = torch.cat([module(part, positions=times, **how)[0] for part, times in parts], 1)
+    assert_close(out, module(x, is_causal=True, positions=positions)[0], DOUBLE)
 
 
 @torch.no_grad()
@@ -165,9 +159,7 @@ def test_a_cache_has_no_gradients_and_no_dropout() -> None:
     with pytest.raises((ValueError, RuntimeError), match="grad"):
         module(tokens(), is_causal=True, cache=cache)
     with torch.no_grad():
-        with pytest.raises(
-            ValueError, match=r"a cache has no dropout, got 0\.2 in training: call eval\(\) first"
-        ):
+        with pytest.raises(ValueError, match=r"a cache has no dropout, got 0\.2 in training: call eval"):
             module.train()(tokens(), is_causal=True, cache=cache)
         assert cache.num_tokens == 0
         module.eval()(tokens(), is_causal=True, cache=cache)
@@ -222,9 +214,10 @@ def test_rows_of_tensors_with_time_first_and_bad_rows() -> None:
         maps = module.attention_rows(x.transpose(0, 1), [3], is_causal=True)
     module.batch_first = True
     assert_close(maps, module.attention_rows(x, [3], is_causal=True), DOUBLE)
-    with pytest.raises(ValueError, match="rows must lie between 0 and n - 1 = 28, got 29"):
-        module.attention_rows(x, [N])
-    with pytest.raises(TypeError, match="query must be a tensor, got list"):
-        module.attention_rows([x], [0])
-    with pytest.raises(TypeError, match="is_causal must be a bool, got 1"):
-        module.attention_rows(x, [0], is_causal=1)
+    for query, row, causal, error, message in (
+        (x, N, True, ValueError, "rows must lie between 0 and n - 1 = 28, got 29"),
+        ([x], 0, True, TypeError, "query must be a tensor, got list"),
+        (x, 0, 1, TypeError, "is_causal must be a bool, got 1"),
+    ):
+        with pytest.raises(error, match=message):
+            module.attention_rows(query, [row], is_causal=causal)

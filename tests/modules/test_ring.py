@@ -34,6 +34,7 @@ from support import weighed
 from support.weighed import RATES, SEGMENTS, run
 
 BRANCHES: dict[str, Any] = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
+CAUSAL = torch.ones(37, 37, dtype=torch.bool).triu(1)
 CLASSES = (RingDilatedAttentionV2, RingDilatedAttentionV3, RingDilatedAttentionProduction)
 
 
@@ -84,28 +85,25 @@ def test_takes_the_options_of_plain_attention(
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
 def test_dropout_in_training_only(cls: type[RingDilatedAttentionV2], name: str) -> None:
-    module = cls(**BRANCHES, **{name: 0.5})
-    tensors = qkv()
+    module, tensors = cls(**BRANCHES, **{name: 0.5}), qkv()
     kept = DilatedAttention(SEGMENTS, RATES)(*tensors)
     assert not torch.allclose(module(*tensors), kept)
     assert_same([module.eval()(*tensors)], [kept])
 
 
+def compiled(module: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
 @pytest.mark.parametrize("cls", CLASSES)
-def test_copies_and_pickles(cls: type[RingDilatedAttentionV2]) -> None:
+def test_copies_pickles_and_compiles_to_one_graph(cls: type[RingDilatedAttentionV2]) -> None:
     module = cls(**BRANCHES, ring_size=4)
     expected = run(module, qkv())
     for twin in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
         assert repr(twin) == repr(module)
         assert_same(run(twin, qkv()), expected)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_compiles_to_one_graph(cls: type[RingDilatedAttentionV2]) -> None:
-    torch._dynamo.reset()
-    module = cls(**BRANCHES, ring_size=2)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_same(run(compiled, qkv()), run(module, qkv()))
+    assert_same(run(compiled(module), qkv()), expected)
 
 
 @pytest.fixture
@@ -121,22 +119,18 @@ def test_a_group_of_one_is_one_process(cls: type[RingDilatedAttentionV2], lone_g
     assert (module.ring_size, module.is_sharded) == (2, False)
     assert cls(**BRANCHES).ring_size == 1
     assert_same(run(module, qkv()), run(DilatedAttention(SEGMENTS, RATES), qkv()))
-    twin = copy.deepcopy(module)
-    assert twin.ring.group is lone_group
+    assert copy.deepcopy(module).ring.group is lone_group
     with pytest.raises((TypeError, RuntimeError)):
         pickle.dumps(module)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_same(run(compiled, qkv()), run(module, qkv()))
+    assert_same(run(compiled(module), qkv()), run(module, qkv()))
 
 
 class Calls(list[dict[str, Any]]):
     """Stands for `attend_ring` and keeps what it was called with."""
 
-    def __call__(self, query: Tensor, _key: Any, _value: Any, *how: Any, **options: Any) -> Tensor:
-        make_spec, execution, settings = how
-        self.append({**vars(make_spec()), **vars(execution), **settings._asdict(), **options})
-        return query * 2
+    def __call__(self, tensors: Any, make_spec: Any, settings: Any) -> Tensor:
+        self.append(tensors._asdict() | vars(make_spec()) | vars(settings.execution) | settings._asdict())
+        return tensors.q * 2
 
 
 @pytest.fixture
@@ -156,12 +150,11 @@ def test_several_processes_meet_in_the_ring(cls: type[RingDilatedAttentionV2], t
         module = cls(**BRANCHES, ring_size=ring_size, **options)
         assert (module.ring_size, module.is_sharded) == (ring_size or 2, True)
         assert torch.equal(module(query, key, value, True, mask), 2 * query)
+        how = {"steps": steps, "strategy": "ulysses", "timeout": 3.5, "group": None}
+        how |= {"is_causal": True, "scale": 0.5, "dropout_p": 0.1, "memory": module._memory}
         call = two_processes.pop()
         assert call["key_mask"] is mask
-        how = call["steps"], call["strategy"], call["timeout"], call["group"]
-        assert how == (steps, "ulysses", 3.5, None)
-        assert (call["is_causal"], call["scale"], call["dropout_p"]) == (True, 0.5, 0.1)
-        assert call["memory"] == module._memory
+        assert {name: call[name] for name in how} == how
     for odd in (1, 3):
         with pytest.raises(ValueError, match=f"must divide ring_size, got 2 processes and ring_size={odd}"):
             cls(**BRANCHES, ring_size=odd)
@@ -181,6 +174,18 @@ def test_multihead_on_parts_refuses(asked: dict[str, Any], two_processes: Calls)
         module(torch.randn(2, 37, 48), **asked)
 
 
+def test_multihead_on_parts(two_processes: Calls) -> None:
+    module = RingMultiheadDilatedAttention(48, 6, SEGMENTS, RATES, num_kv_heads=3, ring_size=4)
+    x = torch.randn(2, 37, 48)
+    ignored = torch.zeros(2, 37, dtype=torch.bool)
+    ignored[:, 30:] = True
+    out, weights = module(x, key_padding_mask=ignored, is_causal=True)
+    assert (out.shape, weights) == (x.shape, None)
+    call = two_processes.pop()
+    assert torch.equal(call["key_mask"], ~ignored)
+    assert (call["is_causal"], call["steps"]) == (True, 2)
+
+
 def test_multihead_in_one_process() -> None:
     torch.manual_seed(0)
     module = RingMultiheadDilatedAttention(48, 6, SEGMENTS, RATES, ring_size=4, dtype=torch.float64)
@@ -192,8 +197,7 @@ def test_multihead_in_one_process() -> None:
     for name, weight, bias in zip("qkv", *module._qkv_parameters(), strict=True):
         plain.get_submodule(f"{name}_proj").load_state_dict({"weight": weight, "bias": bias})
     x = torch.randn(2, 37, 48, dtype=torch.float64)
-    causal = torch.ones(37, 37, dtype=torch.bool).triu(1)
-    assert_same([module(x, attn_mask=causal)[0]], [plain(x, is_causal=True)[0]])
+    assert_same([module(x, attn_mask=CAUSAL)[0]], [plain(x, is_causal=True)[0]])
 
 
 def test_memory_estimate() -> None:
@@ -220,20 +224,18 @@ def test_memory_estimate() -> None:
 
 
 def test_memory_estimate_of_the_group(two_processes: Calls) -> None:
-    module = RingDilatedAttentionV2(SEGMENTS, RATES, strategy="ring")
-    assert module.get_memory_estimate(1000) == module.get_memory_estimate(1000, num_processes=2)
-    assert module.get_memory_estimate(1000)["communication"] > 0
+    estimate = RingDilatedAttentionV2(SEGMENTS, RATES, strategy="ring").get_memory_estimate
+    assert estimate(1000) == estimate(1000, num_processes=2)
+    assert estimate(1000)["communication"] > 0
 
 
 def test_representation() -> None:
-    assert repr(RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=8, strategy="ring", timeout=9)) == (
-        "RingDilatedAttentionV2(segment_lengths=(8, 14, 40), dilation_rates=(1, 2, 5), ring_size=8, "
-        "timeout=9, strategy='ring')"
-    )
-    assert repr(RingDilatedAttentionProduction(**BRANCHES, memory_pool_size=3, mixed_precision=True)) == (
-        "RingDilatedAttentionProduction(segment_lengths=(8, 14, 40), dilation_rates=(1, 2, 5), "
-        "memory_pool_size=3, mixed_precision=True)"
-    )
+    branches = "segment_lengths=(8, 14, 40), dilation_rates=(1, 2, 5)"
+    v2 = RingDilatedAttentionV2(SEGMENTS, RATES, ring_size=8, strategy="ring", timeout=9)
+    assert repr(v2) == f"RingDilatedAttentionV2({branches}, ring_size=8, timeout=9, strategy='ring')"
+    production = RingDilatedAttentionProduction(**BRANCHES, memory_pool_size=3, mixed_precision=True)
+    options = "memory_pool_size=3, mixed_precision=True"
+    assert repr(production) == f"RingDilatedAttentionProduction({branches}, {options})"
 
 
 def test_cache_on_gpu_keeps_device_copies() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch import block_sparse_attention, dilated_attention
 from dilated_attention_pytorch.reference import multiplicity
-from dilated_attention_pytorch.ring import RingSchedule, plan_ring
+from dilated_attention_pytorch.ring import RingSchedule, plan_ring, ring_traffic
 from support.executions import ring, ring_blocks
 
-from .configurations import Blocks, Dilated, Inputs, dilated
+from .configurations import SPANNING, Blocks, Dilated, Inputs, dilated
 
 PLANNED = ("is_causal", "head_mixing", "head_offsets")  # options that decide what travels
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -25,27 +25,19 @@ def attend_shard(
     config: Inputs, rank: int, tensors: tuple[Tensor, ...], **changes: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's shards of q, k and v; `changes` are options of this call alone."""
-    mask = config.key_mask()
-    low, high = config.bounds(rank)
-    options: dict[str, Any] = {
-        "key_mask": None if mask is None else mask[:, low:high],
-        "return_lse": True,
-        "timeout": TIMEOUT,
-        **config.options,
-        **config.execution,
-    }
+    mask, shard = config.key_mask(), slice(*config.bounds(rank))
+    options = {"key_mask": None if mask is None else mask[:, shard], "return_lse": True, "timeout": TIMEOUT}
+    options |= config.options | config.execution
     if isinstance(config, Blocks):
         return ring_blocks(*tensors, config.pattern(config), **{**options, **changes})
-    assert isinstance(config, Dilated)
     options |= {"strategy": config.strategy, "cu_seqlens": config.cu_seqlens(), **changes}
-    return ring(*tensors, config.segment_lengths, config.dilation_rates, **options)
+    return ring(*tensors, *config.lists, **options)
 
 
 def plan_of(config: Dilated, strategy: str = "ring") -> RingSchedule:
     """The schedule of `attend_shard`."""
     return plan_ring(
-        config.segment_lengths,
-        config.dilation_rates,
+        *config.lists,
         shard_lengths=config.shards,
         num_heads=config.h,
         num_kv_heads=config.h_kv,
@@ -65,10 +57,7 @@ def attend_whole(config: Inputs, tensors: tuple[Tensor, ...]) -> tuple[Tensor, T
     options = {"key_mask": config.key_mask(), "return_lse": True, **config.options}
     if isinstance(config, Blocks):
         return block_sparse_attention(*tensors, config.pattern(config), **options)
-    assert isinstance(config, Dilated)
-    return dilated_attention(
-        *tensors, config.segment_lengths, config.dilation_rates, cu_seqlens=config.cu_seqlens(), **options
-    )
+    return dilated_attention(*tensors, *config.lists, cu_seqlens=config.cu_seqlens(), **options)
 
 
 def differentiate(
@@ -86,17 +75,27 @@ def differentiate(
     return [out, lse, *torch.autograd.grad(loss, leaves)]
 
 
-def run_shard(config: Inputs, rank: int, **changes: Any) -> list[Tensor]:
-    """out, lse, dq, dk and dv of the rank's shard."""
+def run_shard(config: Inputs, rank: int, moved: list[int] | None = None, **changes: Any) -> list[Tensor]:
+    """out, lse, dq, dk and dv of the rank's shard; `moved` gets the bytes received and sent in each pass."""
     low, high = config.bounds(rank)
     grad_out, grad_lse = config.gradients()
+    traffic, counts = ring_traffic(), [] if moved is None else moved
+
+    def count() -> None:
+        counts.extend((traffic.received_bytes, traffic.sent_bytes))
+        traffic.reset()
+
+    def attend(leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        traffic.reset()
+        results = attend_shard(config, rank, leaves, **changes)
+        count()
+        return results
+
     # Whether lse has a gradient is the same on all ranks, as it would be for one loss of a model.
-    return differentiate(
-        lambda leaves: attend_shard(config, rank, leaves, **changes),
-        tuple(config.shard(x, rank) for x in config.tensors()),
-        grad_out[:, low:high],
-        grad_lse[:, :, low:high],
-    )
+    shards = tuple(config.shard(x, rank) for x in config.tensors())
+    results = differentiate(attend, shards, grad_out[:, low:high], grad_lse[:, :, low:high])
+    count()
+    return results
 
 
 def expect_shard(config: Inputs, rank: int, out: Tensor) -> list[Tensor]:
@@ -128,43 +127,33 @@ def check_kernel(rank: int, kernel: str) -> None:
     """Two ranks with a kernel against one process with the kernels that it takes by itself."""
     torch.use_deterministic_algorithms(False)
     sizes: dict[str, Any] = {"b": 2, "h": 4, "h_kv": 2, "d": 16, "dtype": torch.float32, "hidden": "some"}
-    config = dilated(kernel, (23, 41), ((16, 1), (40, 2), (96, 3)), **sizes, options={"is_causal": True})
+    config = dilated(kernel, (23, 41), SPANNING, **sizes, options={"is_causal": True})
     got = run_shard(config, rank, kernel=kernel)
     for name, x, y in zip(NAMES, got, expect_shard(config, rank, got[0]), strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def dense_mask(config: Inputs) -> Tensor:
-    """(b, h, n, n) bool: query i attends key j; a key that key_mask hides counts as attended."""
+def pair_counts(config: Inputs) -> Tensor:
+    """(h, n, n): how often the definition counts each pair."""
+    options = {name: config.options[name] for name in PLANNED if name in config.options}
+    return multiplicity(config.n, config.h, *config.lists, cu_seqlens=config.cu_seqlens(), **options)
+
+
+def needed_rows(config: Inputs) -> Tensor:
+    """(ranks, ranks) int64: [i, j] counts the (batch, position, key head) on rank j that rank i attends.
+
+    A key that key_mask hides counts as attended.
+    """
     shape = (config.b, config.h, config.n, config.n)
     if isinstance(config, Blocks):
         mask = config.pattern(config).to_dense()
         mask = mask.view(shape) if len(mask) == config.b * config.h else mask.expand(shape)
-        return mask.tril() if config.is_causal else mask
-    return (pair_counts(config) > 0).expand(shape)
-
-
-def pair_counts(config: Inputs) -> Tensor:
-    """(h, n, n): how often the definition counts each pair."""
-    assert isinstance(config, Dilated)
-    options = {name: config.options[name] for name in PLANNED if name in config.options}
-    branches = config.segment_lengths, config.dilation_rates
-    return multiplicity(config.n, config.h, *branches, cu_seqlens=config.cu_seqlens(), **options)
-
-
-def needed_rows(config: Inputs) -> Tensor:
-    """(ranks, ranks) int64: [i, j] counts the (batch, position, key head) on rank j that rank i attends."""
-    mask = dense_mask(config)
+        mask = mask.tril() if config.is_causal else mask
+    else:
+        mask = (pair_counts(config) > 0).expand(shape)
     by_key_head = mask.unflatten(1, (config.h_kv, config.h // config.h_kv)).any(2)
-    ranks = len(config.shards)
-    rows = torch.zeros(ranks, ranks, dtype=torch.int64)
-    for i in range(ranks):
-        low, high = config.bounds(i)
-        attended = by_key_head[:, :, low:high].any(2)  # (b, h_kv, n)
-        for j in range(ranks):
-            start, stop = config.bounds(j)
-            rows[i, j] = attended[..., start:stop].sum()
-    return rows.fill_diagonal_(0)
+    attended = torch.stack([x.any(2) for x in by_key_head.split(config.shards, 2)])  # (ranks, b, h_kv, n)
+    return torch.stack([x.sum((1, 2, 3)) for x in attended.split(config.shards, 3)], 1).fill_diagonal_(0)
 
 
 def forward_bytes(config: Inputs, rows: Tensor, rank: int) -> int:

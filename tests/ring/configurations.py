@@ -43,25 +43,18 @@ class Inputs:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the whole sequence, the same on every rank."""
-        rng = torch.Generator().manual_seed(self.seed)
-
-        def randn(heads: int) -> Tensor:
-            x = torch.randn(self.b, self.n, heads, self.d, generator=rng, dtype=torch.float64)
-            return x.to(self.dtype)
-
-        return randn(self.h), randn(self.h_kv), randn(self.h_kv)
+        rng, heads = torch.Generator().manual_seed(self.seed), (self.h, self.h_kv, self.h_kv)
+        shapes = [(self.b, self.n, number, self.d) for number in heads]
+        q, k, v = (torch.randn(x, generator=rng, dtype=torch.float64).to(self.dtype) for x in shapes)
+        return q, k, v
 
     def shard(self, x: Tensor, rank: int) -> Tensor:
         """The rank's positions of a tensor (b, n, h, d), in the memory layout of the configuration."""
         low, high = self.bounds(rank)
         x = x[:, low:high].detach()
-        match self.layout:
-            case "bhnd":
-                return x.transpose(1, 2).contiguous().transpose(1, 2)
-            case "strided":
-                return torch.stack([x, x.neg()], -1).flatten(-2)[..., ::2]
-            case _:
-                return x.clone()
+        if self.layout == "bhnd":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.stack([x, x.neg()], -1).flatten(-2)[..., ::2] if self.layout == "strided" else x.clone()
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of out (b, n, h, d) and of lse (b, h, n)."""
@@ -72,18 +65,13 @@ class Inputs:
 
     def key_mask(self) -> Tensor | None:
         """(b, n) bool, or none."""
+        if not self.hidden:
+            return None
         rng = torch.Generator().manual_seed(self.seed + 2)
-        mask = torch.rand(self.b, self.n, generator=rng) > 0.4
-        match self.hidden:
-            case "":
-                return None
-            case "a row":
-                mask[-1] = False
-            case "a shard":
-                low, high = self.bounds(len(self.shards) // 2)
-                mask[:, low:high] = False
-            case "all":
-                mask[:] = False
+        mask, everything = torch.rand(self.b, self.n, generator=rng) > 0.4, slice(None)
+        shard = everything, slice(*self.bounds(len(self.shards) // 2))
+        where = {"some": slice(0), "a row": slice(-1, None), "a shard": shard, "all": everything}
+        mask[where[self.hidden]] = False
         return mask
 
 
@@ -96,12 +84,9 @@ class Dilated(Inputs):
     docs: tuple[int, ...] | None = None
 
     @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        return tuple(w for w, _ in self.branches)
-
-    @property
-    def dilation_rates(self) -> tuple[int, ...]:
-        return tuple(r for _, r in self.branches)
+    def lists(self) -> tuple[tuple[int, ...], ...]:
+        """Segment lengths and dilation rates."""
+        return tuple(zip(*self.branches, strict=True))
 
     def cu_seqlens(self) -> Tensor | None:
         return None if self.docs is None else torch.tensor(self.docs, dtype=torch.int32)
@@ -224,6 +209,10 @@ DILATED = (
     dilated("three: float32", (50, 50, 49), SPANNING, dtype=FLOAT, d=16, options=CAUSAL),
     dilated("three: documents", (20, 20, 20), ((7, 1), (30, 2)), docs=(0, 33, 60), options=CAUSAL),
     dilated("three: one token", (0, 1, 0), NESTED),
+    dilated("three: fits", (32, 32, 32), ((16, 1), (32, 2), (8, 3))),
+    dilated("three: fits causal gqa", (48, 24, 24), ((8, 1), (24, 2)), **GQA, options=CAUSAL),
+    dilated("three: fits auto", (32, 32, 32), ((16, 1), (32, 2)), strategy="auto"),
+    dilated("three: fits documents", (20, 20, 20), ((99, 1),), docs=(0, 7, 20, 40, 60), strategy="auto"),
     # Four ranks.
     dilated("four: nested", (16, 16, 16, 16), NESTED, options=CAUSAL),
     dilated("four: spanning", (16, 16, 16, 15), SPANNING, h=4, h_kv=4, b=2),
@@ -280,11 +269,6 @@ def diagonal(config: Blocks) -> BlockPattern:
     return BlockPattern.from_layout(torch.eye(-(-config.n // 8), dtype=torch.bool), config.n, 8)
 
 
-def nothing(config: Blocks) -> BlockPattern:
-    blocks = -(-config.n // 8)
-    return BlockPattern.from_layout(torch.zeros(blocks, blocks, dtype=torch.bool), config.n, 8)
-
-
 def blocks(
     name: str, shards: tuple[int, ...], pattern: Callable[[Blocks], BlockPattern], **settings: Any
 ) -> Blocks:
@@ -315,7 +299,7 @@ BLOCKS = (
     blocks("masked", (30, 34), drawn(6), b=2, hidden="some"),
     blocks("masked causal gqa", (30, 34), drawn(6, "head"), b=2, **GQA, hidden="some", options=CAUSAL),
     blocks("a hidden row", (30, 34), drawn(6), b=2, hidden="a row"),
-    blocks("no block", (20, 20), nothing),
+    blocks("no block", (20, 20), drawn(8, density=0.0)),
     blocks("diagonal", (20, 20), diagonal, options=CAUSAL),
     blocks("a rank without a token", (0, 50), drawn(6), options=CAUSAL),
     blocks("one token", (1, 0), drawn(6, density=1.0)),
@@ -337,6 +321,7 @@ BLOCKS = (
 )  # fmt: skip
 
 CONFIGURATIONS: dict[str, Inputs] = {config.name: config for config in (*DILATED, *BLOCKS)}
+assert len(CONFIGURATIONS) == len(DILATED) + len(BLOCKS)  # no name twice
 WORLDS = (1, 2, 3, 4, 8)
 
 

@@ -73,7 +73,6 @@ class Disagreement:
     shape: dict[str, int] = field(default_factory=dict)  # of rank 1
     change: Callable[[list[Tensor]], list[Tensor]] = list  # of q, k and v
     error: type[Exception] = ValueError
-    pattern: str = ""  # block-sparse attention; on rank 1 with another "pattern" or "length"
     call: Callable[[bool], Any] | None = None  # another function; whether this is rank 1
 
 
@@ -83,6 +82,14 @@ MASK = torch.ones(2, 8, dtype=torch.bool)
 MASKED = {"key_mask": MASK}
 OTHER_DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 24])}
 DOCUMENTS = {"cu_seqlens": torch.tensor([0, 5, 24])}
+
+
+def whole_pattern(n: int, block_size: int) -> BlockPattern:
+    size = -(-n // block_size)
+    return BlockPattern.from_layout(torch.ones(size, size, dtype=torch.bool), n, block_size)
+
+
+PATTERN = {"pattern": whole_pattern(24, 2)}  # block-sparse attention
 
 
 def as_integers(tensors: list[Tensor]) -> list[Tensor]:
@@ -131,11 +138,12 @@ DISAGREEMENTS = (
     Disagreement("unknown strategy", "strategy", REFUSED, options={"strategy": "star"}),
     Disagreement("steps below one", "steps", REFUSED, options={"steps": 0}),
     Disagreement("detached ring", "detach_mixing", common={"strategy": "ring", "detach_mixing": True}),
-    Disagreement("patterns", "pattern", pattern="pattern"),
-    Disagreement("length of the pattern", "length|pattern", pattern="length"),
-    Disagreement("blocks: causal", "is_causal", options={"is_causal": True}, pattern="same"),
-    Disagreement("blocks: gradients", "grad", change=lambda x: [y.detach() for y in x], pattern="same"),
-    Disagreement("blocks: integers", "float16", REFUSED, change=as_integers, error=TypeError, pattern="same"),
+    Disagreement("patterns", "pattern", options={"pattern": whole_pattern(24, 3)}, common=PATTERN),
+    Disagreement("length of the pattern", "pattern", options={"pattern": whole_pattern(26, 2)},
+                 common=PATTERN),
+    Disagreement("blocks: causal", "is_causal", options={"is_causal": True}, common=PATTERN),
+    Disagreement("blocks: gradients", "grad", change=lambda x: [y.detach() for y in x], common=PATTERN),
+    Disagreement("blocks: integers", "float16", REFUSED, change=as_integers, error=TypeError, common=PATTERN),
     Disagreement("lengths that differ", "shard_lengths", options={"shard_lengths": (7, 8, 9)},
                  common={"shard_lengths": LENGTHS}),
     Disagreement("timeout", "timeout", REFUSED, options={"timeout": -1.0}),
@@ -161,20 +169,14 @@ def call(rank: int, case: Disagreement) -> Any:
     if case.call is not None:
         return case.call(is_odd)
     b = 1 if "cu_seqlens" in {**case.options, **case.common} else 2
-    shape = {"b": b, "n": 8, "h": 4, "h_kv": 2, "d": 4}
-    shape |= case.shape if is_odd else {}
-    b, n, h, h_kv, d = (shape[name] for name in ("b", "n", "h", "h_kv", "d"))
+    shape = {"b": b, "n": 8, "h": 4, "h_kv": 2, "d": 4} | (case.shape if is_odd else {})
+    b, n, h, h_kv, d = shape.values()
     tensors = [torch.randn(b, n, heads, d, requires_grad=True) for heads in (h, h_kv, h_kv)]
     tensors = case.change(tensors) if is_odd else tensors
-    options = {"timeout": 20.0, **case.common, **(case.options if is_odd else {})}
-    if case.pattern:
-        block = {"pattern": 3, "length": 2}.get(case.pattern, 2) if is_odd else 2
-        length = 26 if is_odd and case.pattern == "length" else 24
-        layout = torch.ones(-(-length // block), -(-length // block), dtype=torch.bool)
-        pattern = BlockPattern.from_layout(layout, length, block)
-        return ring_blocks(*tensors, pattern, **options)
-    branches = {"segment_lengths": (8, 24), "dilation_rates": (1, 2), **options}
-    return ring(*tensors, **branches)
+    options = {**WAIT, **case.common, **(case.options if is_odd else {})}
+    if "pattern" in options:
+        return ring_blocks(*tensors, **options)
+    return ring(*tensors, **{"segment_lengths": (8, 24), "dilation_rates": (1, 2), **options})
 
 
 def disagree(rank: int) -> dict[str, tuple[str, str]]:

@@ -9,18 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import (
-    BlockPattern,
-    ring_block_sparse_attention,
-    ring_dilated_attention,
-)
+from dilated_attention_pytorch import BlockPattern, ring_block_sparse_attention, ring_dilated_attention
 from support.executions import packed
 from support.ranks import run_ranks
 
-Attention = Callable[..., Tensor]
 LENGTHS = (13, 9, 11)
 LAYOUT = torch.rand(9, 9, generator=torch.Generator().manual_seed(5)) < 0.7
-KINDS: dict[str, Attention] = {
+KINDS: dict[str, Callable[..., Tensor]] = {
     "ring": partial(ring_dilated_attention, segment_lengths=[8, 33], dilation_rates=[1, 2], strategy="ring"),
     "ulysses": partial(ring_dilated_attention, segment_lengths=[33], dilation_rates=[1], strategy="ulysses"),
     "blocks": partial(ring_block_sparse_attention, pattern=BlockPattern.from_layout(LAYOUT, 33, 4)),
@@ -44,13 +39,9 @@ def check(rank: int, kind: str, workspace_bytes: int) -> list[float]:
     gradient = torch.autograd.grad(out, values, weight)[0]
     # Linear in v: the sum over all ranks of what a change of all values does is known from the gradients.
     moved = ((attend(v + change) - out.detach()) * weight).sum()
-    plain = attend_without(kind, q, k, torch.ones_like(v))
+    plain = KINDS[kind](q, k, torch.ones_like(v), timeout=30.0)
     dropped = attend(torch.ones_like(v)) * (plain.abs() > 0)
     return [float(moved), float((gradient * change).sum()), *dropped[0, :4, 0, 0].tolist()]
-
-
-def attend_without(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return KINDS[kind](q, k, v, timeout=30.0)
 
 
 def alike(rank: int, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks against one process: out, lse and gradients, in worlds of 1 to 8; precision of many ranks."""
+"""Ranks against one process: out, lse, gradients and bytes, in worlds of 1 to 8; precision of many ranks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ import traceback
 import pytest
 import torch
 
-from ring.calls import NAMES, attend_whole, differentiate, expect_shard, run_shard
-from ring.configurations import (
-    BLOCKS,
-    CAUSAL,
-    CONFIGURATIONS,
-    DILATED,
-    WORLDS,
-    Blocks,
-    Dilated,
-    dilated,
-    of_world,
+from ring.calls import (
+    NAMES,
+    attend_whole,
+    backward_bytes,
+    differentiate,
+    expect_shard,
+    forward_bytes,
+    needed_rows,
+    plan_of,
+    run_shard,
 )
+from ring.configurations import CAUSAL, CONFIGURATIONS, WORLDS, Blocks, Dilated, Inputs, dilated, of_world
 from support.ranks import run_ranks
 from support.tolerances import assert_close
 
+Bytes = list[int]  # received and sent in the forward pass, and in the backward pass
 
-def check_configurations(rank: int, names: list[str]) -> list[str]:
-    """What is wrong on this rank, by configuration. An exception ends it: the ranks no longer match."""
-    wrong = []
+
+def check_configurations(rank: int, names: list[str]) -> tuple[list[str], dict[str, Bytes]]:
+    """What is wrong on this rank, by configuration, and what was moved.
+
+    An exception ends it: the ranks no longer match.
+    """
+    wrong, moved = [], {name: list[int]() for name in names}
     for name in names:
         config = CONFIGURATIONS[name]
         try:
-            actual = run_shard(config, rank)
+            actual = run_shard(config, rank, moved[name])
             expected = expect_shard(config, rank, actual[0])
         except Exception:
-            return [*wrong, f"{name}, rank {rank}: {traceback.format_exc()}"]
+            return [*wrong, f"{name}, rank {rank}: {traceback.format_exc()}"], moved
         accurate = torch.promote_types(config.dtype, torch.float32)
         dtypes = [config.dtype, accurate, config.dtype, config.dtype, config.dtype]
         for what, got, want, dtype in zip(NAMES, actual, expected, dtypes, strict=True):
@@ -41,7 +46,43 @@ def check_configurations(rank: int, names: list[str]) -> list[str]:
                 assert_close(got, want, config.dtype, what)
             except AssertionError as error:
                 wrong.append(f"{name}, rank {rank}: {error}")
-    return wrong
+    return wrong, moved
+
+
+def wrong_bytes(config: Inputs, moved: list[Bytes]) -> str:
+    """What differs from the schedule's prediction and from a count in the dense mask."""
+    ranks = range(len(moved))
+    if isinstance(config, Dilated):
+        planned = [predict(config, strategy) for strategy in strategies_of(config)]
+        if moved not in planned:
+            return f"{config.name}: moved {moved}, planned {planned}"
+        if "fits" in config.name and any(map(any, moved)):
+            return f"{config.name}: moved {moved}, although all segments fit the shards"
+    if isinstance(config, Blocks) or config.strategy == "ring":
+        rows = needed_rows(config)
+        needed = [[forward_bytes(config, rows, x), backward_bytes(config, rows, x)] for x in ranks]
+        # The masks of what is needed travel besides, a byte each.
+        if not config.hidden and [counts[::2] for counts in moved] != needed:
+            return f"{config.name}: moved {moved}, needed {needed}"
+        if config.is_causal and not torch.equal(rows, rows.tril()):
+            return f"{config.name}: {rows} come from the future"
+    return ""
+
+
+def strategies_of(config: Dilated) -> tuple[str, ...]:
+    """What "auto" may choose."""
+    if config.strategy != "auto":
+        return (config.strategy,)
+    return ("ulysses",) if config.options.get("detach_mixing") else ("ring", "ulysses")
+
+
+def predict(config: Dilated, strategy: str) -> list[Bytes]:
+    """What the schedule says of each rank."""
+    if not config.b:
+        return [[0] * 4] * len(config.shards)
+    plan, passes = plan_of(config, strategy), ("forward", "backward")
+    counts = [(count, each) for each in passes for count in (plan.received_bytes, plan.sent_bytes)]
+    return [[count(rank, each) for count, each in counts] for rank in range(len(config.shards))]
 
 
 def in_groups(names: list[str], size: int = 36) -> list[list[str]]:
@@ -57,8 +98,11 @@ def in_groups(names: list[str], size: int = 36) -> list[list[str]]:
         for names in in_groups(of_world(world, kind))
     ],
 )
-def test_ranks_compute_what_one_process_computes(world: int, names: list[str]) -> None:
-    wrong = [line for part in run_ranks(world, check_configurations, names) for line in part]
+def test_ranks_compute_and_move_what_they_should(world: int, names: list[str]) -> None:
+    """The numbers of one process, and exactly the bytes that are needed."""
+    found = run_ranks(world, check_configurations, names)
+    wrong = [line for part, _ in found for line in part]
+    wrong += filter(None, (wrong_bytes(CONFIGURATIONS[name], [x[name] for _, x in found]) for name in names))
     assert not wrong, "\n" + "\n".join(wrong)
 
 
@@ -68,7 +112,6 @@ def test_the_configurations_cover_what_they_promise() -> None:
     assert len(kinds[1]) >= 15
     assert all({len(config.shards) for config in configs} == set(WORLDS) for configs in kinds)
     assert {config.strategy for config in kinds[0]} == {"ring", "ulysses", "auto"}
-    assert len(CONFIGURATIONS) == len(DILATED) + len(BLOCKS)  # no name twice
 
 
 N, RANKS = 576, 8

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +76,24 @@ def tokens(b: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(b, N, WIDTH, generator=rng, dtype=torch.float64).to(dtype)
 
 
-def patterned(n: int = N) -> Any:
-    return build_block_pattern({"pattern_type": "random", "block_size": 6, "sparsity_ratio": 0.5}, n, HEADS)
-
-
-WHOLE: dict[str, Attend] = {
-    "dilated": partial(dilated_attention, **BRANCHES, is_causal=True),
-    "blocks": lambda q, k, v: block_sparse_attention(q, k, v, patterned(), is_causal=True),
-}
+def patterned() -> Any:
+    return build_block_pattern({"pattern_type": "random", "block_size": 6, "sparsity_ratio": 0.5}, N, HEADS)
 
 
 def sharded(kind: str, group: Any = None) -> Attend:
     options = {"group": group, "is_causal": True, "timeout": 30.0}
     if kind == "blocks":
-        return lambda q, k, v: ring_block_sparse_attention(q, k, v, patterned(), **options)
+        return partial(ring_block_sparse_attention, pattern=patterned(), **options)
     strategy = "ulysses" if kind == "ulysses" else "ring"
     return partial(ring_dilated_attention, **BRANCHES, **options, strategy=strategy)
 
 
 def whole_gradients(kind: str = "dilated", b: int = 2) -> tuple[Tensor, list[Tensor]]:
     """The output and the gradients of all parameters, of one process that sees everything."""
-    model = Model(WHOLE["blocks" if kind == "blocks" else "dilated"])
+    attend = partial(dilated_attention, **BRANCHES, is_causal=True)
+    if kind == "blocks":
+        attend = partial(block_sparse_attention, pattern=patterned(), is_causal=True)
+    model = Model(attend)
     out = model(tokens(b))
     out.square().sum().backward()
     return out.detach(), [x.grad for x in model.parameters()]
@@ -113,30 +111,22 @@ def sum_over_ranks(model: nn.Module) -> None:
 
 
 def train_by_hand(rank: int) -> None:
-    """Gradients summed over the ranks are those of the whole sequence, checkpointed in either mode or not."""
-    for kind in ("dilated", "ulysses", "blocks"):
+    """Gradients summed over the ranks are those of the whole sequence, checkpointed in either mode or not.
+
+    Also if a rank has no tokens.
+    """
+    modes = ("none", "reentrant", "not reentrant")
+    for kind, shard_lengths in product(("dilated", "ulysses", "blocks"), (None, (N, 0))):
         out, expected = whole_gradients(kind)
-        x = shard_sequence(tokens())
-        for mode in ("none", "reentrant", "not reentrant"):
+        shard = partial(shard_sequence, shard_lengths=shard_lengths)
+        for mode in modes:
             model = Model(sharded(kind))
-            x = x.detach().requires_grad_()  # reentrant checkpoints need an input with a gradient
+            x = shard(tokens()).detach().requires_grad_()  # reentrant checkpoints need an input with one
             got = model(x) if mode == "none" else checkpoint(model, x, use_reentrant=mode == "reentrant")
-            assert_close(got, shard_sequence(out), torch.float64, f"{kind}, {mode}")
+            assert_close(got, shard(out), torch.float64, f"{kind}, {mode}")
             got.square().sum().backward()
             sum_over_ranks(model)
             check_gradients(model, expected, 1.0, f"{kind}, checkpointing {mode}")
-
-
-def checkpoint_attention(rank: int) -> None:
-    """Checkpointing the attention alone changes no bit, with dropout neither."""
-    q, k, v = (shard_sequence(tokens()).unflatten(-1, (HEADS, -1)).clone().requires_grad_() for _ in range(3))
-    for reentrant in (True, False):
-        attend = sharded("dilated")
-        want = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
-        for x in (q, k, v):
-            x.grad = None
-        checkpoint(attend, q, k, v, use_reentrant=reentrant).square().sum().backward()
-        assert all(torch.equal(x.grad, y) for x, y in zip((q, k, v), want, strict=True))
 
 
 def train_in_parallel(rank: int) -> None:
@@ -248,24 +238,17 @@ def shard_and_join(rank: int) -> None:
         shard_bounds(N, shard_lengths=(N,))
 
 
-@pytest.mark.parametrize(
-    ("world", "task"),
-    [
-        (2, train_by_hand),
-        (2, checkpoint_attention),
-        (2, train_in_parallel),
-        (4, train_on_a_grid),
-        (2, compile_model),
-        (2, autocast_attention),
-        (2, inference),
-        (3, shard_and_join),
-    ],
-)
-def test_ranks(world: int, task: Callable[[int], None]) -> None:
-    run_ranks(world, task)
+WORLDS = {train_on_a_grid: 4, shard_and_join: 3}
+TASKS = (train_by_hand, train_in_parallel, compile_model, autocast_attention, inference, *WORLDS)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ranks(task: Callable[[int], None]) -> None:
+    run_ranks(WORLDS.get(task, 2), task)
 
 
 BLOCK = {"sparse_config": {"pattern_type": "global_local", "block_size": 4, "sparsity_ratio": 0.5}}
+MULTIHEAD: dict[str, Any] = {"embed_dim": WIDTH, "num_heads": HEADS, **BRANCHES, "dtype": torch.float64}
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "v2": lambda: RingDilatedAttentionV2(**BRANCHES),
     "v2 in steps": lambda: RingDilatedAttentionV2(**BRANCHES, ring_size=6, strategy="ring"),
@@ -278,29 +261,22 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "factory distributed": lambda: create_dilated_attention("distributed", **BRANCHES),
     "blocks": lambda: BlockSparseRingDilatedAttention(**BRANCHES, **BLOCK),
     "factory blocks": lambda: create_block_sparse_attention("ring", **BRANCHES, **BLOCK),
+    "multihead": lambda: RingMultiheadDilatedAttention(**MULTIHEAD),
+    "multihead blocks": lambda: BlockSparseRingMultiheadDilatedAttention(**MULTIHEAD, **BLOCK),
 }  # fmt: skip
-MULTIHEAD: dict[str, Callable[[], nn.Module]] = {
-    "multihead": lambda: RingMultiheadDilatedAttention(WIDTH, HEADS, **BRANCHES, dtype=torch.float64),
-    "multihead blocks": lambda: BlockSparseRingMultiheadDilatedAttention(
-        WIDTH, HEADS, **BRANCHES, **BLOCK, dtype=torch.float64
-    ),
-}
 
 
-def module_results(
-    make: Callable[[], nn.Module], is_multihead: bool, shard: Callable[..., Tensor]
-) -> list[Tensor]:
-    """Outputs, and gradients of inputs and parameters, of the causal and the masked call."""
+def module_results(name: str, shard: Callable[..., Tensor]) -> list[Tensor]:
+    """Outputs, and gradients of inputs, of the causal and the masked call."""
     results = []
     torch.manual_seed(11)
-    module = make()
+    module = MODULES[name]()
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(4)) > 0.3
     for causal, masked in ((False, False), (True, False), (False, True)):
         x = shard(tokens()).clone().requires_grad_()
         part = shard(mask) if masked else None
-        if is_multihead:
-            out = module(x, x, x, is_causal=causal, key_padding_mask=None if part is None else ~part)
-            out = out[0] if isinstance(out, tuple) else out
+        if name.startswith("multihead"):
+            out, _ = module(x, x, x, is_causal=causal, key_padding_mask=None if part is None else ~part)
         else:
             heads = x.unflatten(-1, (HEADS, WIDTH // HEADS))
             out = module(heads, heads, heads, is_causal=causal, attention_mask=part)
@@ -311,8 +287,8 @@ def module_results(
 
 def run_modules(rank: int, expected: dict[str, list[Tensor]]) -> list[str]:
     wrong = []
-    for name, make in (MODULES | MULTIHEAD).items():
-        actual = module_results(make, name in MULTIHEAD, shard_sequence)
+    for name in MODULES:
+        actual = module_results(name, shard_sequence)
         for i, (got, want) in enumerate(zip(actual, expected[name], strict=True)):
             try:
                 assert_close(got, shard_sequence(want), torch.float64)
@@ -325,10 +301,7 @@ def run_modules(rank: int, expected: dict[str, list[Tensor]]) -> list[str]:
 
 def test_modules_on_two_ranks_are_those_of_one_process() -> None:
     """Without ranks the modules compute the whole sequence: here, in this process."""
-    expected = {
-        name: module_results(make, name in MULTIHEAD, lambda x: x)
-        for name, make in (MODULES | MULTIHEAD).items()
-    }
+    expected = {name: module_results(name, lambda x: x) for name in MODULES}
     wrong = [line for part in run_ranks(2, run_modules, expected) for line in part]
     assert not wrong, "\n" + "\n".join(wrong)
 
@@ -372,9 +345,10 @@ def test_the_snippets_run_under_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(snippets="\n".join(lines)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command.append(str(program))
     paths = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    how: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}}
+    done = subprocess.run(
+        [*command, program], capture_output=True, text=True, timeout=120, check=False, **how
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(rf"of 2 checked {len(RING_SNIPPETS)} models", done.stdout)) == 2

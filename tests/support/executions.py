@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch import BlockPattern, DilatedSpec, Execution
 from dilated_attention_pytorch.functional import attend
 from dilated_attention_pytorch.kernels import Request, kernels_for
-from dilated_attention_pytorch.ops import block_spec
+from dilated_attention_pytorch.ops import Tensors, block_spec
 from dilated_attention_pytorch.ring.attention import attend_ring, attend_ring_blocks
 from dilated_attention_pytorch.ring.call import RingSettings
 from dilated_attention_pytorch.spec import SPEC_FIELDS
@@ -48,13 +48,12 @@ def ring(q: Tensor, k: Tensor, v: Tensor, *branches: Any, **options: Any) -> Res
     """`ring_dilated_attention`, also with steps."""
     options = packed(options)
     of_spec, settings = take(options, SPEC_FIELDS), RingSettings(**take(options, RingSettings._fields))
-    execution = options.pop("execution")
-    return attend_ring(q, k, v, lambda: DilatedSpec(*branches, **of_spec), execution, settings, **options)
+    return attend_ring(Tensors(q, k, v, **options), lambda: DilatedSpec(*branches, **of_spec), settings)
 
 
 def ring_blocks(q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, **options: Any) -> Result:
     """`ring_block_sparse_attention`, also with steps."""
     options = {"is_causal": False, "scale": None, "dropout_p": 0.0, **packed(options)}
     of_spec = take(options, ("is_causal", "scale", "dropout_p"))
-    settings, execution = RingSettings(**take(options, RingSettings._fields)), options.pop("execution")
-    return attend_ring_blocks(q, k, v, pattern, lambda: block_spec(**of_spec), execution, settings, **options)
+    settings = RingSettings(**take(options, RingSettings._fields))
+    return attend_ring_blocks(Tensors(q, k, v, **options), pattern, lambda: block_spec(**of_spec), settings)

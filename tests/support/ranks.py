@@ -61,9 +61,9 @@ def run_ranks(world_size: int, function: RankFunction, *args: Any, timeout: floa
     Raises with the tracebacks of all ranks if one of them fails; after `timeout` seconds all are killed.
     """
     outcomes = watch_ranks(world_size, function, *args, timeout=timeout)
-    failed = [outcome for outcome in outcomes if not outcome.is_well]
-    if failed:
-        raise AssertionError("\n".join(_describe(outcome, timeout) for outcome in failed))
+    if failed := [x for x in outcomes if not x.is_well]:
+        lines = [f"rank {x.rank}: exit code {x.exit_code}, {x.error}" for x in failed]
+        raise AssertionError("\n".join([*lines, f"(exit code None: killed after {timeout} s)"]))
     return [outcome.value for outcome in outcomes]
 
 
@@ -92,19 +92,10 @@ def watch_ranks(world_size: int, function: RankFunction, *args: Any, timeout: fl
         return [_read_outcome(Path(folder), rank, code) for rank, code in enumerate(codes)]
 
 
-def _describe(outcome: Outcome, timeout: float) -> str:
-    if outcome.exit_code is None:
-        return f"rank {outcome.rank}: killed after {timeout} s, at\n{outcome.error}"
-    if outcome.error is not None:
-        return f"rank {outcome.rank}:\n{outcome.error}"
-    return f"rank {outcome.rank}: died with exit code {outcome.exit_code}"
-
-
 def _read_outcome(folder: Path, rank: int, exit_code: int | None) -> Outcome:
     file, stack = folder / f"rank-{rank}", folder / f"stack-{rank}"
     if file.exists():
-        value, error = pickle.loads(file.read_bytes())
-        return Outcome(rank, exit_code, value, error)
+        return Outcome(rank, exit_code, *pickle.loads(file.read_bytes()))
     return Outcome(rank, exit_code, error=stack.read_text() if stack.exists() and exit_code is None else None)
 
 

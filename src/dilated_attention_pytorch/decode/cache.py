@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from ..checks import (
 from ..core.tracing import uncompiled
 from ..ops import without_autocast
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets
-from .attend import Stream, check_decoding
-from .runs import KeyRun, alike_rows
+from .attend import KeyRun, Stream, alike_rows, check_decoding
 
 _LEAST_ROWS = 64  # of a run's first memory
 
@@ -78,10 +77,8 @@ class DilatedKVCache:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         execution = check_decoding("DilatedKVCache", execution)
         check_float_dtype("dtype", dtype)
-        self.spec, self.head_dim = spec, head_dim
+        self.spec, self.head_dim, self.device, self.dtype = spec, head_dim, check_device(device), dtype
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.device = check_device(device)
-        self.dtype = dtype
         self._stream = Stream(spec, num_heads, num_kv_heads, execution)
         self._lengths = [0] * batch_size
         self._buffers: dict[KeyRun, Tensor] = {}  # (key and value, b, kv heads, rows, d)
@@ -136,10 +133,8 @@ class DilatedKVCache:
                 for rows, (start, new) in alike:
                     if new:
                         out[rows, :new] = self._attend_alike(rows, start, *(x[rows, :new] for x in (q, k, v)))
-            for rows, (
-                start,
-                new,
-            ) in alike:  # once all have attended: an error leaves the past whole
+            # Once all have attended: an error leaves the past whole.
+            for rows, (start, new) in alike:
                 if new > 1:
                     self._append(rows, start, k[rows, :new], v[rows, :new])
         self._lengths = [old + new for old, new in zip(self._lengths, news, strict=True)]
@@ -153,17 +148,15 @@ class DilatedKVCache:
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Row i becomes what row index[i] was, as beam search asks; the number of rows may change."""
         rows = whole_numbers("index", index, None, self.batch_size - 1)
-        self._buffers = {
-            run: buffer.index_select(1, torch.tensor(rows, device=buffer.device))
-            for run, buffer in self._buffers.items()
-        }
+        index_of = torch.tensor(rows, device="cpu")
+        self._buffers = {run: x.index_select(1, index_of.to(x.device)) for run, x in self._buffers.items()}
         self._lengths = [self._lengths[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain data for `load_state_dict`; `torch.load(weights_only=True)` reads them."""
         state: dict[str, Any] = {"settings": self._settings(), "lengths": list(self._lengths)}
         for i, run in enumerate(self._stream.runs):
-            if rows := self._rows_held(run, self._lengths):
+            if rows := _rows_held(run, self._lengths):
                 state[f"runs.{i}"] = self._buffers[run][:, :, :, :rows].clone()
         return state
 
@@ -176,11 +169,10 @@ class DilatedKVCache:
         if state["settings"] != self._settings():
             raise ValueError(f"the state has the settings {state['settings']}, the cache {self._settings()}")
         lengths = whole_numbers("lengths", state["lengths"], self.batch_size, 2**62)
-        sizes = (2, self.batch_size), self.head_dim
         expected = {
-            f"runs.{i}": (*sizes[0], len(run.kv_heads), rows, sizes[1])
+            f"runs.{i}": (2, self.batch_size, len(run.kv_heads), rows, self.head_dim)
             for i, run in enumerate(self._stream.runs)
-            if (rows := self._rows_held(run, lengths))
+            if (rows := _rows_held(run, lengths))
         }
         held = {name: state[name] for name in sorted(state.keys() - {"settings", "lengths"})}
         shapes = {name: tuple(x.shape) if _is_dense(x) else type(x).__name__ for name, x in held.items()}
@@ -189,24 +181,18 @@ class DilatedKVCache:
         places = {(x.device, x.dtype) for x in held.values()}
         device, dtype = next(iter(places), (self.device, self.dtype))
         if len(places) > 1 or self.dtype not in (None, dtype) or dtype not in (None, *float_dtypes()):
-            raise TypeError(f"this cache holds {self.dtype or 'one float dtype'}, the state {_names(places)}")
+            found = " and ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
+            raise TypeError(f"this cache holds {self.dtype or 'one float dtype'}, the state {found}")
         runs, device = self._stream.runs, self.device or device
         copies = {runs[int(name[5:])]: x.detach().to(device, copy=True) for name, x in held.items()}
         self._buffers, self._lengths = copies, lengths
         self.device, self.dtype = device, dtype
 
     def _settings(self) -> dict[str, Any]:
-        spec = self.spec
-        return {
-            "segment_lengths": list(spec.segment_lengths),
-            "dilation_rates": list(spec.dilation_rates),
-            "scale": spec.scale,
-            "head_mixing": spec.head_mixing,
-            "head_offsets": spec.head_offsets,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-        }
+        names = ("scale", "head_mixing", "head_offsets"), ("num_heads", "num_kv_heads", "head_dim")
+        lists = {name: list(getattr(self.spec, name)) for name in ("segment_lengths", "dilation_rates")}
+        options = {name: getattr(self.spec, name) for name in names[0]}
+        return lists | options | {name: getattr(self, name) for name in names[1]}
 
     def _check_fit(self, q: Tensor, k: Tensor) -> None:
         expected = self.batch_size, self.num_heads, self.num_kv_heads, self.head_dim
@@ -218,18 +204,21 @@ class DilatedKVCache:
             raise ValueError(f"q, k and v must have as many new tokens, got {q.shape[1]} and {k.shape[1]}")
         if self.dtype not in (None, q.dtype):
             raise TypeError(f"this cache holds {self.dtype}, got {q.dtype}")
-        if self.device is not None and (
-            self.device.type != q.device.type or self.device.index not in (None, q.device.index)
-        ):
-            raise ValueError(f"this cache is on {self.device}, got tokens on {q.device}")
+        device = self.device or q.device
+        if device.type != q.device.type or device.index not in (None, q.device.index):
+            raise ValueError(f"this cache is on {device}, got tokens on {q.device}")
 
     def _attend_alike(self, rows: slice, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of rows that are all at position `start`, with as many new tokens."""
-        past = _Held(self._buffers, rows)
+        past = partial(self._held_rows, rows)
         if q.shape[1] > 1:
             return self._stream.attend_many(q, k, v, start, past)
         self._append(rows, start, k, v)
         return self._stream.attend_one(q, start, past)
+
+    def _held_rows(self, batch: slice, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
+        buffer, times = self._buffers[run], slice(first, first + count)
+        return buffer[0, batch, :, times], buffer[1, batch, :, times]
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Keeps what the tokens after these can select; an earlier segment is overwritten."""
@@ -265,7 +254,7 @@ class DilatedKVCache:
             held = 0 if buffer is None else buffer.shape[3]
             if rows <= held:
                 continue
-            rows = min(run.capacity, max(rows, 2 * held, _LEAST_ROWS))
+            rows = min(run.rows_before(run.window), max(rows, 2 * held, _LEAST_ROWS))
             shape = (2, self.batch_size, len(run.kv_heads), rows, self.head_dim)
             with torch.inference_mode(False):
                 grown = torch.empty(shape, dtype=dtype, device=device)
@@ -273,17 +262,14 @@ class DilatedKVCache:
                 grown[:, :, :, :held] = buffer
             self._buffers[run] = grown
 
-    def _rows_held(self, run: KeyRun, lengths: list[int]) -> int:
-        """Rows of a run that the next token of some row could read."""
-        return max(run.rows_before(length % run.window) for length in lengths)
+
+def _rows_held(run: KeyRun, lengths: list[int]) -> int:
+    """Rows of a run that the next token of some row could read."""
+    return max(run.rows_before(length % run.window) for length in lengths)
 
 
 def _is_dense(x: object) -> bool:
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_meta
-
-
-def _names(places: Iterable[tuple[torch.device, torch.dtype]]) -> str:
-    return " and ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
 
 
 def _last_segment(run: KeyRun, start: int, end: int) -> int:
@@ -293,15 +279,3 @@ def _last_segment(run: KeyRun, start: int, end: int) -> int:
     """
     last = end - 1 if end - start == 1 else end
     return last // run.window * run.window
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What the cache holds of some rows of the batch."""
-
-    buffers: Mapping[KeyRun, Tensor]
-    batch: slice
-
-    def rows(self, run: KeyRun, first: int, count: int) -> tuple[Tensor, Tensor]:
-        buffer, times = self.buffers[run], slice(first, first + count)
-        return buffer[0, self.batch, :, times], buffer[1, self.batch, :, times]

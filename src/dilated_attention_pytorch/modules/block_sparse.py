@@ -20,7 +20,7 @@ from ..block_sparse import attend_blocks, build_block_pattern, check_branches
 from ..checks import autocast_inputs, check_flags, check_inputs, check_positive_int, finite_float
 from ..core import PersistentPatternCache, get_block_pattern_cache
 from ..core.tracing import uncompiled
-from ..ops import block_spec, write_recipe
+from ..ops import Tensors, block_spec, write_recipe
 from ..plan import BlockPattern, choose_blocks
 from ..ring.attention import attend_ring_blocks
 from ..ring.call import RingSettings
@@ -185,9 +185,12 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
         if not self.is_sharded:
             return super()._attend(q, k, v, is_causal, mask)
         make_spec = partial(block_spec, is_causal, self.spec.scale, self._dropout_now)
-        settings = RingSettings(self.ring.group, timeout=self.ring.timeout, steps=self.ring.steps)
-        how = (partial(self._whole_pattern, q, is_causal), make_spec, self._execution, settings)
-        out = attend_ring_blocks(q, k, v, *how, key_mask=mask)
+        how = self.ring.timeout, self.ring.steps, self._execution
+        settings, pattern = (
+            RingSettings(self.ring.group, "auto", None, *how),
+            partial(self._whole_pattern, q, is_causal),
+        )
+        out = attend_ring_blocks(Tensors(q, k, v, mask), pattern, make_spec, settings)
         assert isinstance(out, Tensor)
         return out
 

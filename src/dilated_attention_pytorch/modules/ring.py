@@ -22,7 +22,7 @@ from ..core.attention_buffer_manager import Settings, shared_buffer_manager
 from ..core.host_memory import describe_bytes, device_memory
 from ..core.tracing import constant_result, uncompiled
 from ..functional import attend
-from ..ops import without_autocast
+from ..ops import Tensors, without_autocast
 from ..plan import DEFAULT_WORKSPACE_BYTES
 from ..ring import group_size, plan_ring, sharing_errors
 from ..ring.attention import attend_ring
@@ -169,8 +169,8 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
         ring, how = self.ring, self._execution
         if not self.is_sharded:
             return attend(q, k, v, self._call_spec(is_causal), how, key_mask=mask, steps=ring.steps)[0]
-        settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps)
-        out = attend_ring(q, k, v, partial(self._call_spec, is_causal), how, settings, key_mask=mask)
+        settings = RingSettings(ring.group, self.strategy, None, ring.timeout, ring.steps, how)
+        out = attend_ring(Tensors(q, k, v, mask), partial(self._call_spec, is_causal), settings)
         assert isinstance(out, Tensor)
         return out
 

@@ -11,28 +11,18 @@ import torch
 from torch import Tensor
 
 from ..block_sparse import attend_blocks, check_fit
-from ..checks import (
-    check_bounds,
-    check_flags,
-    check_positive_int,
-    document_bounds,
-    named_keywords,
-    one_of,
-    whole_numbers,
-)
+from ..checks import check_flags, check_positive_int, document_bounds, named_keywords, one_of, whole_numbers
 from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import Lengths, Rates, attend as attend_alone, spec_of
-from ..ops import BlockSparse, Tensors, block_spec, run_options
+from ..ops import BlockSparse, Tensors, block_spec
 from ..plan import DEFAULT_WORKSPACE_BYTES, BlockPattern, Shape
 from ..spec import DilatedSpec, Execution, HeadMixing, HeadOffsets, Tail, takes_spec
-from .call import RingSettings, agree_on_call, check_alone
-from .comm import Group, agree, digest, find_ring
+from .call import Result, RingSettings, agree_on_call
+from .comm import Group, agree, digest
 from .needs import BlockNeeds, DilatedNeeds
 from .schedule import STRATEGIES, RingSchedule, Strategy
 from .shards import check_lengths, even_shards
-
-Result = Tensor | tuple[Tensor, Tensor]
 
 
 @overload
@@ -106,46 +96,31 @@ def ring_dilated_attention(
     """
     branches, mixing = (segment_lengths, dilation_rates), (head_mixing, head_offsets, tail, detach_mixing)
     make_spec = partial(spec_of, *branches, is_causal, scale, dropout_p, *mixing)
-    settings = RingSettings(group, strategy, shard_lengths, timeout)
-    given: dict[str, Any] = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "return_lse": return_lse}
-    return attend_ring(q, k, v, make_spec, execution, settings, **given)
+    settings = RingSettings(group, strategy, shard_lengths, timeout, 1, execution, return_lse)
+    return attend_ring(Tensors(q, k, v, key_mask, cu_seqlens), make_spec, settings)
 
 
 @uncompiled
-def attend_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    make_spec: Callable[[], DilatedSpec],
-    execution: Execution | None,
-    settings: RingSettings,
-    *,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_lse: bool = False,
-) -> Result:
+def attend_ring(tensors: Tensors, make_spec: Callable[[], DilatedSpec], settings: RingSettings) -> Result:
     """`ring_dilated_attention`. The spec is made here, so that all ranks learn of one that cannot be made."""
-    ring, strategy = find_ring(settings.group), settings.strategy
-    if ring is None or ring.size == 1:
-        check_alone(q, settings, return_lse)
-        spec, steps = make_spec(), settings.steps
-        alone = attend_alone(q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens, steps=steps)
-        return alone if return_lse else alone[0]
+    (q, k, v, key_mask, cu_seqlens, *_), strategy = tensors, settings.strategy
+    ring = settings.ring(q)
+    if ring is None:
+        given: dict[str, Any] = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "steps": settings.steps}
+        alone = attend_alone(q, k, v, make_spec(), settings.execution, **given)
+        return alone if settings.return_lse else alone[0]
     with agree(ring, "ring_dilated_attention", q, settings.timeout) as agreement:
         spec = make_spec()
-        one_of("strategy", strategy, STRATEGIES)
         if spec.detach_mixing and strategy == "ring":
             raise ValueError(
                 "detach_mixing needs the output of each branch in backward, which a ring does not keep: "
                 'strategy must be "ulysses" or "auto", got "ring"'
             )
-        tensors, facts = Tensors(q, k, v, key_mask, cu_seqlens), {"strategy": STRATEGIES.index(strategy)}
-        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
+        call = agree_on_call(agreement, tensors, spec, settings)
     docs = None if cu_seqlens is None else document_bounds(cu_seqlens, call.shape.n)
     needs = DilatedNeeds(call.shape, spec, docs)
-    options = run_options(spec, call.shape.d, call.execution, DEFAULT_WORKSPACE_BYTES)
     strategy = "ulysses" if spec.detach_mixing else strategy
-    return call.attend(needs, options, get_global_pattern_cache(), strategy)
+    return call.attend(needs, DEFAULT_WORKSPACE_BYTES, get_global_pattern_cache(), strategy)
 
 
 @overload
@@ -194,56 +169,47 @@ def ring_block_sparse_attention(
         out (b, n_local, h, d); with `return_lse` also lse (b, h, n_local).
     """
     make_spec = partial(block_spec, is_causal, scale, dropout_p)
-    settings = RingSettings(group, shard_lengths=shard_lengths, timeout=timeout)
-    given: dict[str, Any] = {"key_mask": key_mask, "return_lse": return_lse}
-    return attend_ring_blocks(q, k, v, pattern, make_spec, execution, settings, **given)
+    settings = RingSettings(group, "auto", shard_lengths, timeout, 1, execution, return_lse)
+    return attend_ring_blocks(Tensors(q, k, v, key_mask), pattern, make_spec, settings)
 
 
 @uncompiled
 def attend_ring_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: Tensors,
     pattern: BlockPattern | Callable[[int], BlockPattern],
     make_spec: Callable[[], DilatedSpec],
-    execution: Execution | None,
     settings: RingSettings,
-    *,
-    key_mask: Tensor | None = None,
-    return_lse: bool = False,
 ) -> Result:
     """`ring_block_sparse_attention`. The spec is made here, so that all ranks learn of a bad one."""
-    ring = find_ring(settings.group)
-    if ring is None or ring.size == 1:
-        check_alone(q, settings, return_lse)
+    q, k, v, key_mask = tensors[:4]
+    ring = settings.ring(q)
+    if ring is None:
         if not isinstance(pattern, BlockPattern) and callable(pattern) and isinstance(q, Tensor):
             pattern = pattern(q.shape[1])
         if not isinstance(pattern, BlockPattern):
             raise TypeError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
-        alone = attend_blocks(q, k, v, pattern, make_spec(), execution, key_mask=key_mask)
-        return alone if return_lse else alone[0]
+        alone = attend_blocks(q, k, v, pattern, make_spec(), settings.execution, key_mask=key_mask)
+        return alone if settings.return_lse else alone[0]
     with agree(ring, "ring_block_sparse_attention", q, settings.timeout) as agreement:
         if not (isinstance(pattern, BlockPattern) or callable(pattern)):
             raise TypeError(f"pattern must be a BlockPattern or make one, got {type(pattern).__name__}")
-        spec, facts = make_spec(), {"pattern": 0}
+        spec, key = make_spec(), 0
         if isinstance(pattern, BlockPattern):
             _check_fit(pattern, q, spec.is_causal)
-            facts = {"pattern": digest(pattern.key)}
-        tensors = Tensors(q, k, v, key_mask)
-        call = agree_on_call(agreement, tensors, spec, execution, settings, return_lse, facts)
-    shape = call.shape
+            key = digest(pattern.key)
+        call = agree_on_call(agreement, tensors, spec, settings, key)
+    n = call.shape.n
     if not isinstance(pattern, BlockPattern):
         with agree(ring, "the pattern", q, settings.timeout) as agreement:
-            pattern = pattern(shape.n)
+            pattern = pattern(n)
             _check_fit(pattern, q, spec.is_causal)
             agreement.on({"the pattern": digest(pattern.key)}, [])
-    if shape.n != pattern.n:
-        raise ValueError(f"the pattern is for a length of {pattern.n}, got {shape.n} tokens on all ranks")
+    if n != pattern.n:
+        raise ValueError(f"the pattern is for a length of {pattern.n}, got {n} tokens on all ranks")
     kept = pattern.causal() if spec.is_causal else pattern
-    workspace_bytes = BlockSparse(spec, "").default_bytes(torch.device("cpu"))  # the same on all ranks
-    options = run_options(spec, shape.d, call.execution, workspace_bytes)
-    needs = BlockNeeds(shape, kept.key, kept, options.workspace_bytes)
-    return call.attend(needs, options, get_block_pattern_cache(), "ring")
+    size = BlockSparse(spec, "").default_bytes(torch.device("cpu"))  # the same on all ranks
+    needs = BlockNeeds(call.shape, kept.key, kept, call.execution.workspace_bytes or size)
+    return call.attend(needs, size, get_block_pattern_cache(), "ring")
 
 
 def _check_fit(pattern: BlockPattern, q: Tensor, is_causal: bool) -> None:
@@ -286,29 +252,25 @@ def plan_ring(
             raise ValueError("a schedule needs shard_lengths, or n and num_ranks")
         check_positive_int("num_ranks", num_ranks, bits=24)
         shard_lengths = even_shards(n, num_ranks)
-    shard_lengths = check_lengths(shard_lengths)
-    if n not in (None, sum(shard_lengths)) or num_ranks not in (None, len(shard_lengths)):
-        raise ValueError(
-            f"{len(shard_lengths)} shard_lengths of {sum(shard_lengths)} tokens in all contradict n={n} and "
-            f"num_ranks={num_ranks}"
-        )
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-    for name, value in (sizes | {"batch_size": batch_size, "n": sum(shard_lengths), "steps": steps}).items():
+    lengths = check_lengths(shard_lengths)
+    total, num_kv_heads = sum(lengths), num_heads if num_kv_heads is None else num_kv_heads
+    if n not in (None, total) or num_ranks not in (None, len(lengths)):
+        found = f"{len(lengths)} shard_lengths of {total} tokens in all"
+        raise ValueError(f"{found} contradict n={n} and num_ranks={num_ranks}")
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "n": total}
+    sizes |= {"batch_size": batch_size, "steps": steps, "workspace_bytes": workspace_bytes}
+    for name, value in sizes.items():
         check_positive_int(name, value)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-    check_positive_int("workspace_bytes", workspace_bytes)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     one_of("strategy", strategy, STRATEGIES[1:])
     check_flags(masked=masked, return_lse=return_lse)
-    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
-    if docs is not None:
-        check_bounds(docs, sum(shard_lengths))
-    spec = DilatedSpec(
-        segment_lengths, dilation_rates, is_causal, head_mixing=head_mixing, head_offsets=head_offsets
-    )
-    shape = Shape(batch_size, sum(shard_lengths), num_heads, num_kv_heads, head_dim)
+    docs = None
+    if cu_seqlens is not None:
+        docs = document_bounds(torch.tensor(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62)), total)
+    spec = DilatedSpec(segment_lengths, dilation_rates, is_causal, None, 0.0, head_mixing, head_offsets)
+    needs = DilatedNeeds(Shape(batch_size, total, num_heads, num_kv_heads, head_dim), spec, docs)
     how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse
-    return RingSchedule(DilatedNeeds(shape, spec, docs), shard_lengths, *how)
+    return RingSchedule(needs, lengths, *how)

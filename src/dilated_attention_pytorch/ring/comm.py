@@ -7,10 +7,11 @@ hold arguments that are right, and the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.tracing import constant_result
+from ..core.workspace import Workspace
 
 Group = Any  # a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group
 Message = tuple[int, Tensor]  # (peer, what it sends or gets)
-
-
 CONTROL = 40  # values of a control message
 _KNOWN = "_known_to_the_ring"  # of errors that all ranks have heard of
 
@@ -51,20 +51,8 @@ _TRAFFIC: dict[str, Traffic] = {}  # by the name of the group
 class Pending(NamedTuple):
     """Transfers that are under way."""
 
-    ring: Ring
-    what: str
-    arriving: list[tuple[str, dist.Work]]
-    leaving: list[tuple[str, dist.Work]]
-
-    def wait_arrived(self) -> None:
-        self._wait(self.arriving)
-
-    def wait_left(self) -> None:
-        self._wait(self.leaving)
-
-    def _wait(self, works: list[tuple[str, dist.Work]]) -> None:
-        self.ring.wait(works, self.what)
-        works.clear()  # gloo would wait for ever the second time
+    wait_arrived: Callable[[], None]
+    wait_left: Callable[[], None]
 
 
 class Ring:
@@ -86,38 +74,55 @@ class Ring:
         ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         names = [f"from rank {peer}" for peer, _ in receives] + [f"to rank {peer}" for peer, _ in sends]
-        if not ops:
-            return Pending(self, what, [], [])
         try:
-            works = dist.batch_isend_irecv(ops)
+            works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise self._failure(what, ", ".join(names), error) from error
         self.traffic.received_bytes += sum(x.nbytes for _, x in receives)
         self.traffic.sent_bytes += sum(x.nbytes for _, x in sends)
         self.traffic.messages += len(sends)
+        first = len(receives)
         if len(works) != len(ops):  # a backend may join what is started together
-            return Pending(self, what, [(", ".join(names), work) for work in works], [])
+            first, names = len(works), [", ".join(names)] * len(works)
         named = list(zip(names, works, strict=True))
-        return Pending(self, what, named[: len(receives)], named[len(receives) :])
+        return Pending(partial(self.wait, what, named[:first]), partial(self.wait, what, named[first:]))
 
-    def exchange(self, what: str, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Transfers from begin to end; empty tensors are left out."""
-        some = ([message for message in x if message[1].numel()] for x in (receives, sends))
-        pending = self.start(what, *some)
-        pending.wait_arrived()
-        pending.wait_left()
-
-    def wait(self, works: Iterable[tuple[str, dist.Work]], what: str) -> None:
-        for name, work in works:
+    def wait(self, what: str, works: list[tuple[str, dist.Work]]) -> None:
+        """Waits for transfers and removes them: gloo would wait for ever the second time."""
+        while works:
+            name, work = works.pop(0)
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
                 raise self._failure(what, name, error) from error
 
+    def trade(self, what: str, parts: list[Tensor], places: list[Tensor], workspace: Workspace) -> None:
+        """Part i goes to rank i, and place i gets what rank i sends; nothing is sent of empty ones."""
+
+        def pack(name: str, tensors: list[Tensor]) -> list[Message]:
+            """Those of other ranks, or contiguous memory for them."""
+            messages = []
+            for peer, x in enumerate(tensors):
+                if peer != self.rank and x.numel():
+                    at = f"comm_{name}_{peer}", tuple(x.shape), x.dtype, x.device
+                    messages.append((peer, x if x.is_contiguous() else workspace.take(*at)))
+            return messages
+
+        places[self.rank].copy_(parts[self.rank])
+        receives, sends = pack("in", places), pack("out", parts)
+        for peer, packed in sends:
+            if packed is not parts[peer]:
+                packed.copy_(parts[peer])
+        pending = self.start(what, receives, sends)
+        pending.wait_arrived()
+        for peer, arrived in receives:
+            if arrived is not places[peer]:
+                places[peer].copy_(arrived)
+        pending.wait_left()
+
     def gather(self, values: Sequence[int], what: str, device: torch.device | None = None) -> list[list[int]]:
         """The values of all ranks, at most CONTROL: all messages have one size, whatever a rank is doing."""
-        if len(values) > CONTROL:
-            raise AssertionError(f"a control message has at most {CONTROL} values, got {len(values)}")
+        assert len(values) <= CONTROL, f"a control message has at most {CONTROL} values, got {len(values)}"
         padded = [*values, *[0] * (CONTROL - len(values))]
         mine = torch.tensor(padded, dtype=torch.int64, device=self._control_device(device))
         table = [torch.empty_like(mine) for _ in range(self.size)]
@@ -125,7 +130,7 @@ class Ring:
             work = dist.all_gather(table, mine, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure(what, "all ranks", error) from error
-        self.wait([("all ranks", work)], what)
+        self.wait(what, [("all ranks", work)])
         return [x.tolist()[: len(values)] for x in table]
 
     def _control_device(self, device: torch.device | None) -> torch.device:
@@ -160,6 +165,15 @@ def find_ring(group: Group = None) -> Ring | None:
     return Ring(group)
 
 
+def find_others(group: Group, timeout: float | timedelta | None) -> Ring | None:
+    """`find_ring` if it has several ranks; else None, and the timeout, which nobody will need, is checked."""
+    ring = find_ring(group)
+    if ring is not None and ring.size > 1:
+        return ring
+    check_timeout(timeout)
+    return None
+
+
 def group_size(group: Group = None) -> int:
     """Processes of a group; 1 if torch.distributed is not in use."""
     ring = find_ring(group)
@@ -189,15 +203,14 @@ def digest(*facts: Any) -> int:
 
 def check_timeout(timeout: float | timedelta | None) -> timedelta | None:
     """Seconds as a timedelta."""
-    if timeout is None or isinstance(timeout, timedelta):
-        seconds = 1.0 if timeout is None else timeout.total_seconds()
-    elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout must be seconds, a timedelta or None, got {timeout!r}")
-    else:
-        seconds = timeout
     if not 0 < seconds < 2**31:  # torch counts nanoseconds in 64 bits
         raise ValueError(f"timeout must be positive and below 2**31 seconds, got {timeout!r}")
-    return None if timeout is None else timedelta(seconds=seconds)
+    return timedelta(seconds=seconds)
 
 
 class Agreement:
@@ -208,28 +221,25 @@ class Agreement:
 
     def on(self, facts: Mapping[str, int], own: Sequence[int]) -> list[list[int]]:
         """Checks that all ranks state the same facts, and returns what each has of its `own`."""
-        # The first value is 0 on a rank that refuses its arguments.
         stated = {"the function": digest(self.function), **facts}
-        values = [1, *stated.values(), *own]
         if too_large := [name for name, value in stated.items() if abs(value) >= 2**63]:
             raise ValueError(f"{too_large[0]} must be below 2**63")
         self.is_made = True
-        table = self.ring.gather(values, f"agreeing on {self.function}", self.device)
-        if refusing := [rank for rank, row in enumerate(table) if not row[0]]:
-            who = f"rank {refusing[0]} of {self.ring}"
-            raise ValueError(f"{who} refused its arguments; its own error says why")
+        # The first value is 0 on a rank that refuses its arguments.
+        values, what = [1, *stated.values(), *own], f"agreeing on {self.function}"
+        table = self.ring.gather(values, what, self.device)
+        for rank, row in enumerate(table):
+            if not row[0]:
+                raise ValueError(f"rank {rank} of {self.ring} refused its arguments; its own error says why")
         for i, name in enumerate(stated, start=1):
-            column = [row[i] for row in table]
-            other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
+            first = table[0][i]
+            other = next((rank for rank, row in enumerate(table) if row[i] != first), None)
             if other is not None:
-                raise ValueError(f"the ranks of {self.ring} must agree on {name}: {_differ(column, other)}")
+                value, what = table[other][i], f"rank {other} differs from rank 0"
+                if max(first, value) < 2**40:  # a digest says no more
+                    what = f"{first} on rank 0 and {value} on rank {other}"
+                raise ValueError(f"the ranks of {self.ring} must agree on {name}: {what}")
         return [row[1 + len(stated) :] for row in table]
-
-
-def _differ(column: list[int], other: int) -> str:
-    if max(column[0], column[other]) < 2**40:
-        return f"{column[0]} on rank 0 and {column[other]} on rank {other}"
-    return f"rank {other} differs from rank 0"  # a digest says no more
 
 
 @contextmanager
@@ -254,6 +264,6 @@ def sharing_errors(group: Group = None, timeout: float | timedelta | None = None
 
     For code that checks arguments before it calls: ranks that pass would wait for those that do not.
     """
-    ring = find_ring(group)
-    with nullcontext() if ring is None or ring.size == 1 else agree(ring, "a call", None, timeout):
+    ring = find_others(group, timeout)
+    with nullcontext() if ring is None else agree(ring, "a call", None, timeout):
         yield

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPattern, Plan, Range, Shape, Shard, plan_blocks, plan_crossing, plan_dilated
+from ..plan.block_sparse import blocks_of
 from ..plan.dilated import Head, branch_heads
 from ..spec import DilatedSpec
 
@@ -85,12 +86,12 @@ class DilatedNeeds:
 
         Without a window, with its own keys, in regions of as many key heads as `kv` has.
         """
-        options["docs"] = self.docs
-        if keys is None:
-            return plan_dilated(self.spec, shape, shard=shard, kv_heads=kv and kv[1], **options)
-        assert kv is not None
+        if keys is None or kv is None:
+            return plan_dilated(
+                self.spec, shape, shard=shard, kv_heads=kv and kv[1], docs=self.docs, **options
+            )
         del options["direction"]  # both passes have the same jobs
-        return plan_crossing(self.spec, shape, shard, keys, kv, **options)
+        return plan_crossing(self.spec, shape, shard, keys, kv, docs=self.docs, **options)
 
     @cached_property
     def _heads(self) -> list[list[Head]]:
@@ -139,17 +140,18 @@ class BlockNeeds:
         if is_future or queries[0] == queries[1] or keys[0] == keys[1]:
             return ((),) * (b // max(1, self.num_alike) * h_kv)
         kept = [self._kept(layout, queries, keys) for layout in range(len(pattern))]
-        group = h // h_kv
         if len(pattern) == 1:
             return tuple(kept) * h_kv
+        group = h // h_kv
         return tuple(sum(kept[i : i + group], ()) for i in range(0, len(kept), group))
 
     def _kept(self, layout: int, queries: Range, keys: Range) -> Positions:
         """The positions of the blocks that a window of rows keeps, neighbours as one range."""
         pattern, size = self.pattern, self.pattern.block_size
-        rows = (layout * pattern.rows + x for x in (queries[0] // size, -(-queries[1] // size)))
-        columns = pattern.columns[slice(*(int(pattern.starts[row]) for row in rows))]
-        columns = torch.unique(columns[(columns >= keys[0] // size) & (columns < -(-keys[1] // size))])
+        (first, end), (left, right) = blocks_of(queries, size), blocks_of(keys, size)
+        rows = (int(pattern.starts[layout * pattern.rows + row]) for row in (first, end))
+        columns = pattern.columns[slice(*rows)]
+        columns = torch.unique(columns[(columns >= left) & (columns < right)])
         is_first = torch.ones_like(columns, dtype=torch.bool)
         is_first[1:] = columns.diff() != 1
         firsts, lasts = columns[is_first].tolist(), columns[is_first.roll(-1)].tolist()
@@ -163,12 +165,9 @@ class BlockNeeds:
 
     def plan(self, shape: Shape, shard: Shard, keys: Range | None, kv: Range | None, **options: Any) -> Plan:
         """As that of dilated attention."""
-        assert kv is not None
-        options["workspace_bytes"] = self.workspace_bytes
-        queries = (shard.start, shard.start + shape.n)
-        if keys is None:
-            return plan_blocks(self.pattern, shape, queries=queries, kv_heads=kv[1], **options)
-        return plan_blocks(self.pattern, shape, queries=queries, keys=keys, kv=kv, **options)
+        options |= {"workspace_bytes": self.workspace_bytes, "queries": (shard.start, shard.start + shape.n)}
+        options |= {"kv_heads": kv and kv[1]} if keys is None else {"keys": keys, "kv": kv}
+        return plan_blocks(self.pattern, shape, **options)
 
 
 @lru_cache(maxsize=4096)
@@ -196,9 +195,8 @@ def _order(x: range) -> tuple[int, int, int]:
 
 
 def _clip(x: range, window: Range) -> range:
-    first = x.start + max(0, -(-(window[0] - x.start) // x.step)) * x.step
-    stop = min(window[1], x.stop)
-    return range(first, max(first, stop), x.step)
+    first, after = (max(0, -((x.start - time) // x.step)) for time in window)
+    return x[first:after]
 
 
 def _without_repeats(union: Positions) -> list[range]:
@@ -220,7 +218,6 @@ def _intersect(a: range, b: range) -> range:
     common = math.gcd(a.step, b.step)
     if (b.start - a.start) % common:
         return range(0)
-    step = a.step // common * b.step
-    times = (b.start - a.start) // common * pow(a.step // common, -1, b.step // common) % (b.step // common)
-    stop = min(a[-1], b[-1]) + 1
-    return _clip(range(a.start + times * a.step, stop, step), (b.start, stop))
+    step, other = a.step // common, b.step // common
+    first = a.start + (b.start - a.start) // common * pow(step, -1, other) % other * a.step
+    return _clip(range(first, min(a[-1], b[-1]) + 1, a.step * other), (b.start, b[-1] + 1))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,6 +35,12 @@ class Transfer(NamedTuple):
     def rows(self) -> int:
         """Keys, over all batches and heads."""
         return self.num_alike * sum(map(count_positions, self.needs))
+
+    def of_heads(self, kv: Range, h_kv: int) -> Transfer | None:
+        """What belongs to some of the key heads."""
+        firsts = range(kv[0], len(self.needs), h_kv)
+        needs = tuple(each for first in firsts for each in self.needs[first : first + kv[1]])
+        return self._replace(needs=needs) if any(needs) else None
 
 
 class Step(NamedTuple):
@@ -147,28 +153,21 @@ class RingSchedule:
         return self._steps[rank]
 
     def _find_steps(self, rank: int) -> Iterator[Step]:
-        size, exchanges = self.num_ranks, []
-        for distance in range(1, size):
+        size, pairs = self.num_ranks, []
+        for distance, chunk in product(range(1, size), range(self.num_chunks)):
             source, target = (rank - distance) % size, (rank + distance) % size
-            for chunk in range(self.num_chunks):
-                receive, send = self._needed(source, rank, chunk), self._needed(rank, target, chunk)
-                exchanges.append((Transfer(source, *receive), Transfer(target, *send)))
-        for number, (kv, pair) in enumerate(product(self.kv_groups, exchanges)):
-            receives, sends = (self._of_heads(transfer, kv) for transfer in pair)
-            if receives or sends:
-                yield Step(number, kv, receives, sends)
+            receive = self._transfer(source, source, rank, chunk)
+            pairs.append((receive, self._transfer(target, rank, target, chunk)))
+        for number, (kv, pair) in enumerate(product(self.kv_groups, pairs)):
+            received, sent = (transfer.of_heads(kv, self.shape.h_kv) for transfer in pair)
+            if received or sent:
+                yield Step(number, kv, received, sent)
 
-    def _needed(self, owner: int, receiver: int, chunk: int) -> tuple[Range, tuple[Positions, ...], int]:
+    def _transfer(self, peer: int, owner: int, receiver: int, chunk: int) -> Transfer:
         low, high = self.shard(owner)
         size = -(-(high - low) // self.num_chunks)
         keys = min(high, low + chunk * size), min(high, low + (chunk + 1) * size)
-        return keys, self.needs.between(self.shard(receiver), keys), self.needs.num_alike
-
-    def _of_heads(self, transfer: Transfer, kv: Range) -> Transfer | None:
-        """The part of a transfer that belongs to some key heads."""
-        firsts = range(kv[0], len(transfer.needs), self.shape.h_kv)
-        needs = tuple(each for first in firsts for each in transfer.needs[first : first + kv[1]])
-        return transfer._replace(needs=needs) if any(needs) else None
+        return Transfer(peer, keys, self.needs.between(self.shard(receiver), keys), self.needs.num_alike)
 
     def plan(self, rank: int, direction: Pass, step: Step | None = None) -> Plan:
         """The jobs of a rank's queries with its own keys, or with those that it receives in a step."""
@@ -197,12 +196,11 @@ class RingSchedule:
     def _rows(self, rank: int, arrives: bool) -> int:
         """Different keys that a rank receives, or sends to each of the others, over batches and key heads."""
         own = low, high = self.shard(rank)
-        if arrives:
-            windows = [(own, (0, low)), (own, (high, self.shape.n))]
-        else:
+        windows = [(own, (0, low)), (own, (high, self.shape.n))]
+        if not arrives:
             windows = [(self.shard(other), own) for other in range(self.num_ranks) if other != rank]
-        needs = (self.needs.between(*pair) for pair in windows)
-        return self.needs.num_alike * sum(count_positions(each) for found in needs for each in found)
+        needs = chain.from_iterable(self.needs.between(*pair) for pair in windows)
+        return self.needs.num_alike * sum(map(count_positions, needs))
 
     def received_bytes(self, rank: int, direction: Pass = "forward") -> int:
         """What a rank receives in a pass: keys, values and masks; in backward also gradients of its own."""
@@ -269,14 +267,13 @@ class RingSchedule:
         b, _, h, h_kv, d = self.shape
         tokens = b * self.shard_lengths[rank]
         inputs, out = tokens * (h + 2 * h_kv) * d * self.itemsize, tokens * h * d * self.itemsize
-        sums = 0
-        if self.num_ranks > 1:  # one process cuts them to its workspace
-            sums = self.kv_groups[0][1] * self._sum_bytes(self.shard_lengths[rank], direction)
         results = out + tokens * h * max(4, self.itemsize)
         if direction == "backward":
             inputs, results = inputs + results + out, inputs
-        buffers = self._buffer_bytes(rank, direction) if self.num_ranks > 1 else 0
-        return Memory(inputs, results, self.workspace_bytes + sums, buffers)
+        if self.num_ranks == 1:  # it cuts sums to its workspace
+            return Memory(inputs, results, self.workspace_bytes, 0)
+        sums = self.kv_groups[0][1] * self._sum_bytes(self.shard_lengths[rank], direction)
+        return Memory(inputs, results, self.workspace_bytes + sums, self._buffer_bytes(rank, direction))
 
     def memory_bytes(self, rank: int, direction: Pass = "forward") -> int:
         """The sum of `memory`."""
@@ -292,9 +289,8 @@ class RingSchedule:
         return b * (rows + self.shard_lengths[rank] * (h + 2 * h_kv)) * d * self.itemsize
 
     def __str__(self) -> str:
-        shown = list(range(self.num_ranks))
-        if len(shown) > 16:
-            shown = shown[:4] + shown[-4:]
+        ranks = range(self.num_ranks)
+        shown = ranks if len(ranks) <= 16 else (*ranks[:4], *ranks[-4:])
         lines = [
             f"{self.strategy} of {self.num_ranks} ranks: {self.shape}",
             str(self.needs),

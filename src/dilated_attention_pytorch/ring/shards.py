@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from ..checks import check_count, check_dense, check_device, check_positive_int
 from ..core.tracing import uncompiled
-from .comm import Group, Ring, agree, check_timeout, digest, find_ring
+from ..core.workspace import Workspace
+from .comm import Group, Ring, agree, digest, find_others, find_ring
 
 
 def check_lengths(shard_lengths: Sequence[int], size: int | None = None) -> tuple[int, ...]:
@@ -68,9 +68,8 @@ def unshard_sequence(
     The gradient of this rank's shard is its slice of the gradient of the whole: every rank is expected to
     compute the same from it. Losses that differ between ranks have to be reduced by the caller.
     """
-    ring = find_ring(group)
-    if ring is None or ring.size == 1:
-        check_timeout(timeout)
+    ring = find_others(group, timeout)
+    if ring is None:
         _check_dim(x, dim)
         return x
     with agree(ring, "unshard_sequence", x, timeout) as agreement:
@@ -92,9 +91,8 @@ def shard_positions(
     timeout: float | timedelta | None = None,
 ) -> Tensor:
     """(n_local,) int64: where this rank's tokens stand in the whole sequence, for position encodings."""
-    ring, start = find_ring(group), 0
-    if ring is None or ring.size == 1:
-        check_timeout(timeout)
+    ring, start = find_others(group, timeout), 0
+    if ring is None:
         check_count("n_local", n_local)
     else:
         with agree(ring, "shard_positions", None, timeout) as agreement:
@@ -115,14 +113,10 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, ring: Ring, lengths: list[int]) -> Tensor:
         own = x.detach().movedim(dim, 0).contiguous()
-        bounds = list(accumulate(lengths, initial=0))
-        joined = own.new_empty(bounds[-1], *own.shape[1:])
-        parts = [joined[a:b] for a, b in pairwise(bounds)]
-        parts[ring.rank].copy_(own)
-        others = [peer for peer in range(ring.size) if peer != ring.rank]
-        arriving = [(peer, parts[peer]) for peer in others]
-        ring.exchange("joining a sequence", arriving, [(peer, own) for peer in others])
-        ctx.where = dim, bounds[ring.rank], own.shape[0]
+        joined = own.new_empty(sum(lengths), *own.shape[1:])
+        places = list(torch.split(joined, lengths))
+        ring.trade("joining a sequence", [own] * ring.size, places, Workspace())
+        ctx.where = dim, sum(lengths[: ring.rank]), own.shape[0]
         return joined.movedim(0, dim)
 
     @staticmethod
