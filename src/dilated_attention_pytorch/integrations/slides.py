@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -63,8 +63,8 @@ def read_slide(path: str | Path) -> Slide:
 
 
 def _check(path: Path, features: Tensor, coords: Tensor) -> None:
-    shapes = f"{tuple(features.shape)} and {tuple(coords.shape)}"
     if features.dim() != 2 or coords.shape != (len(features), 2):
+        shapes = f"{tuple(features.shape)} and {tuple(coords.shape)}"
         raise ValueError(f"features and coords of {path} must be (n, d) and (n, 2), got {shapes}")
     if not features.numel():
         raise ValueError(f"{path} must have at least one tile, got features {tuple(features.shape)}")
@@ -99,12 +99,8 @@ def _opened(path: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
     except (OSError, ValueError) as error:
         what = "an HDF5 file" if kind in HDF5 else "a zarr group"
         raise ValueError(f"{path} must be {what}, got: {error}") from error
-    try:
-        told = dict(file.attrs) | (dict(file["coords"].attrs) if "coords" in file else {})
-        yield file, told
-    finally:
-        if kind in HDF5:
-            file.close()
+    with file if kind in HDF5 else nullcontext():
+        yield file, dict(file.attrs) | (dict(file["coords"].attrs) if "coords" in file else {})
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -91,11 +91,9 @@ def use_dilated_attention(model: nn.Module, settings: Settings, *, name: str = "
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
     register(name)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    fixed = [type(each).__name__ for each in models if not each._can_set_attn_implementation()]
-    if fixed:
-        raise ValueError(
-            f"model must take its attention from transformers' AttentionInterface, got {', '.join(fixed)}"
-        )
+    if fixed := [type(each).__name__ for each in models if not each._can_set_attn_implementation()]:
+        rule = "model must take its attention from transformers' AttentionInterface"
+        raise ValueError(f"{rule}, got {', '.join(fixed)}")
     wholes = (model.config, model.config.get_text_config())
     plain = [_plain_settings(settings, _longest_input(each.config, *wholes)) for each in models]
     for each, data in zip(models, plain, strict=True):
@@ -199,12 +197,11 @@ def _refuse(module: nn.Module, query: Tensor, kwargs: Settings) -> None:
     is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     if is_cross or (is_decoder and not is_causal):
         raise ValueError(f"dilated attention has no cross attention, got {type(module).__name__}")
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", query.shape[1])
-    if heads != query.shape[1] and group_size() > 1:
-        raise ValueError(
-            f"dilated attention needs all {heads} heads of a layer on one rank, got {query.shape[1]}: "
-            "tensor parallelism is not supported here"
-        )
+    here = query.shape[1]
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", here)
+    if heads != here and group_size() > 1:
+        rule = f"dilated attention needs all {heads} heads of a layer on one rank"
+        raise ValueError(f"{rule}, got {here}: tensor parallelism is not supported here")
 
 
 def _settings_of(module: nn.Module, num_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
