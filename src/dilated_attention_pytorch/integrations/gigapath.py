@@ -170,7 +170,8 @@ class LongNetViT(PretrainedModel):
         groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
         found = []
         for rows in groups:
-            tiles, places = (each[rows][kept[rows]].unflatten(0, (len(rows), -1)) for each in (x, coords))
+            tiles, places = (each[rows][kept[rows]] for each in (x, coords))
+            tiles, places = (each.view(len(rows), -1, each.shape[-1]) for each in (tiles, places))
             found.append(self.forward(tiles, places, all_layer_embed))
         order = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
         return [torch.cat(states)[order] for states in zip(*found, strict=True)]

@@ -58,12 +58,7 @@ def maps_one_by_one(
 
 
 def encode_with_maps(
-    encoder: LongNetEncoder,
-    x: Tensor,
-    rows: Tensor | None,
-    layers: Sequence[int],
-    rollout: bool,
-    relative: bool,
+    encoder: LongNetEncoder, x: Tensor, rows: Tensor | None, layers: list[int], rollout: bool, relative: bool
 ) -> tuple[Tensor, Tensor]:
     """Maps of `LongNetViT.attention_maps` over tokens (b, 1 + n, d), and the encoder's output."""
     stack: list[Any] = list(encoder.layers)
@@ -143,9 +138,8 @@ def heat_map(coords: Tensor, weights: Tensor, tile_size: float, *, pixels: int =
     cells = cells - cells.amin(0)
     width, height = (1 + cells.amax(0)).tolist()
     if width * height > _MAX_CELLS:
-        raise ValueError(
-            f"the grid must have at most {_MAX_CELLS} cells of tile_size, got {width} x {height}"
-        )
+        rule = f"the grid must have at most {_MAX_CELLS} cells of tile_size"
+        raise ValueError(f"{rule}, got {width} x {height}")
     place = cells[:, 1] * width + cells[:, 0]
     counts = torch.zeros(height * width, dtype=torch.float64).index_add_(0, place, torch.ones_like(weights))
     sums = torch.zeros_like(counts).index_add_(0, place, weights)
