@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +25,7 @@ from dilated_attention_pytorch.integrations.transformers import (
 )
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from dilated_attention_pytorch.spec import branches_for
+from support.programs import run_program
 from support.tolerances import assert_close, assert_same_gradients
 
 FULL = {"segment_lengths": [64], "dilation_rates": [1]}
@@ -656,5 +656,4 @@ except ImportError:
     sys.exit()
 sys.exit("register() without transformers")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_program(sys.executable, "-c", code)
