@@ -188,23 +188,6 @@ def test_dilated_rows_are_those_of_the_reference_alone(model: str, mask: str) ->
     assert_near_gradients(*gradients)
 
 
-@pytest.mark.parametrize("model", ["llama gqa", "bert"])
-def test_dilated_model_trains(model: str) -> None:
-    each, ids = made(MODELS[model], DILATED, initializer_range=0.05).train(), tokens(2, 50)
-    optimizer = torch.optim.AdamW(each.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(60):
-        loss = each(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-    if model in DECODERS:  # what it learned it can tell
-        out = each.eval().generate(ids[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=40)
-        assert (out == ids).float().mean() > 0.9
-
-
 def test_checkpointed_layers_have_the_same_gradients() -> None:
     ids, gradients = tokens(2, 33), []
     for checkpointed in (False, True):
@@ -228,21 +211,23 @@ def test_compiled_model_is_the_eager_one() -> None:
         assert_near(actual, expected, 1e-5)
 
 
+def on_tokens(model: Any, **options: Any) -> Tensor:
+    """Logits of three rows with padding before them, at the tokens."""
+    logits: Tensor = model(tokens(3, 19), attention_mask=PADDED, **options).logits
+    return logits[PADDED.bool()]
+
+
 def test_half_precision_and_autocast_run() -> None:
-    ids, mask = tokens(3, 19), MASKS["left"]
-    exact, half = made(llama, DILATED), made(llama, DILATED).bfloat16()
-    expected = exact(ids, attention_mask=mask).logits[mask.bool()]
+    exact = made(llama, DILATED)
+    expected = on_tokens(exact)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = exact(ids, attention_mask=mask).logits[mask.bool()]
-    for actual in (mixed, half(ids, attention_mask=mask).logits[mask.bool()]):
+        mixed = on_tokens(exact)
+    for actual in (mixed, on_tokens(made(llama, DILATED).bfloat16())):
         assert (actual - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
 def test_bidirectional_call_of_a_decoder() -> None:
-    ids, mask = tokens(3, 19), MASKS["left"]
-    expected, actual = (
-        each(ids, attention_mask=mask, is_causal=False).logits[mask.bool()] for each in twins(llama, FULL)
-    )
+    expected, actual = (on_tokens(each, is_causal=False) for each in twins(llama, FULL))
     assert_near(actual, expected)
 
 
@@ -450,9 +435,8 @@ def test_bad_names(name: Any) -> None:
 
 
 def test_registering_twice_and_under_another_name() -> None:
-    register()
-    register()
-    register("longnet")
+    for name in ("dilated", "dilated", "longnet"):
+        register(name)
     each, ids = made(llama, attn_implementation="longnet", dilated_attention=DILATED), tokens(1, 19)
     assert torch.equal(each(ids).logits, made(llama, DILATED)(ids).logits)
 
@@ -497,18 +481,31 @@ def test_mixed_model_generates_the_tokens_of_sdpa(cache: str) -> None:
     assert torch.equal(actual, expected)
 
 
+SIZES = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
+BART = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in SIZES.items()}
+CROSSING = maker("Bert", "ForMaskedLM", is_decoder=True, add_cross_attention=True, **QUIET)
+OF_PAIRS = r"bool with one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "call", "message"),
     [
-        (mistral, "cannot honour a sliding window .* switch it off in the config"),
-        (maker("Gemma2", head_dim=8), "cannot honour a sliding window"),
-        (maker("T5", "EncoderModel", **T5), "cannot honour a position bias: position_bias must be None"),
+        (mistral, {}, "cannot honour a sliding window .* switch it off in the config"),
+        (maker("Gemma2", head_dim=8), {}, "cannot honour a sliding window"),
+        (maker("T5", "EncoderModel", **T5), {}, "cannot honour a position bias: position_bias must be None"),
+        (CROSSING, {"encoder_hidden_states": torch.randn(1, 5, 32)}, "cross attention, got BertCrossAtt"),
+        (CROSSING, {"encoder_hidden_states": torch.randn(1, 7, 32)}, "cross attention, got BertCrossAtt"),
+        (maker("Bart", "Model", **BART), {"decoder_input_ids": tokens(1, 5)}, "has no cross attention"),
+        (maker("Bart", "Model", **BART), {"decoder_input_ids": tokens(1, 7)}, "has no cross attention"),
+        (llama, {"attention_mask": torch.ones(1, 1, 5, 5)}, OF_PAIRS),
+        (llama, {"attention_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, OF_PAIRS),
     ],
+    ids=lambda value: "",
 )
-def test_what_models_ask_for_is_refused(make: Make, message: str) -> None:
+def test_what_models_ask_for_is_refused(make: Make, call: dict[str, Any], message: str) -> None:
     each = made(make, DILATED)
     with pytest.raises(ValueError, match=message):
-        each(tokens(1, 5))
+        each(tokens(1, 5), **call)
 
 
 ROW, PACKED = torch.randn(1, 4, 10, 8), torch.tensor([0, 4, 10])
@@ -575,26 +572,6 @@ def test_heads_of_other_ranks_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     message = "needs all 8 heads of a layer on one rank, got 4: tensor parallelism"
     with pytest.raises(ValueError, match=message):
         dilated_attention_forward(part, ROW, ROW, ROW, None)
-
-
-@pytest.mark.parametrize("n", [5, 7])
-def test_cross_attention_is_refused(n: int) -> None:
-    each = made(bert, DILATED, is_decoder=True, add_cross_attention=True)
-    states = torch.randn(1, n, 32)
-    with pytest.raises(ValueError, match="has no cross attention, got BertCrossAttention"):
-        each(tokens(1, 5), encoder_hidden_states=states)
-    sizes = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
-    own = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
-    bart = transformers.BartConfig(vocab_size=VOCAB, d_model=32, **own)
-    with pytest.raises(ValueError, match="has no cross attention"):
-        made(lambda: transformers.BartModel(bart), DILATED)(tokens(1, 5), decoder_input_ids=tokens(1, n))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_mask_of_pairs_is_refused(dtype: torch.dtype) -> None:
-    message = r"bool with one entry a token, \(b, N\), .* of shape \(1, 1, 5, 5\)"
-    with pytest.raises(ValueError, match=message):
-        made(llama, DILATED)(tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5, dtype=dtype))
 
 
 def test_mask_that_forgets_the_cache_is_refused() -> None:

@@ -34,10 +34,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Local attention for `deepspeed.sequence.layer.DistributedAttention`: all tokens of this rank's heads.
 
-        branches = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
-        local = functools.partial(ulysses_attention, group=group, is_causal=True, **branches)
+        local = functools.partial(ulysses_attention, segment_lengths=..., dilation_rates=..., group=group)
         attention = DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
-        out = attention(q, k, v, 0)
 
     Args:
         q: (b, n, h, d), or (n, b, h, d) with `batch_dim_idx=1`: the heads that the all-to-all gave this rank.

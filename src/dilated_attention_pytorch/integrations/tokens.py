@@ -36,19 +36,12 @@ class TokenMask:
     """What the attention of a layer may see. Models hand it on; those that read it themselves get an error.
 
     The mask tells causality, and not the layer: eager attention, too, obeys its mask alone.
-
-    Attributes:
-        is_causal: whether a token sees only those before it.
-        tokens: None where all places hold tokens; bool (b, N), True at tokens; or int32 (b, N), the number of
-            each token's document in its row. Shorter than the keys of a static cache.
-        pairs: bool (b, 1, n, N), for a layer that keeps its own attention.
-        refusal: why no layer can use this mask. Models make masks for layers that they may not have.
     """
 
     is_causal: bool
-    tokens: Tensor | None = None
-    pairs: Tensor | None = None
-    refusal: str | None = None
+    tokens: Tensor | None = None  # (b, N) as above, shorter than the keys of a static cache; None: all places
+    pairs: Tensor | None = None  # bool (b, 1, n, N), for a layer that keeps its own attention
+    refusal: str | None = None  # why no layer can use it: models make masks for layers that they may not have
 
     ndim: ClassVar[int] = 4  # as the masks have that transformers takes for ready
 

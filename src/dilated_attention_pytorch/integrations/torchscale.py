@@ -233,9 +233,9 @@ def encoder_from_torchscale(
 ) -> LongNetEncoder:
     """The `LongNetEncoder` that torchscale's settings `config` describe, with the weights of `state` if any.
 
-    `config` holds the arguments of torchscale's EncoderConfig as plain data; see `torchscale_settings`.
-    `prefix` and `ignore` are those of `load_torchscale_state`. `options` are further arguments of
-    `LongNetEncoder`, such as dtype, or `detach_mixing=True` for torchscale's gradients.
+    `config` is that of `torchscale_settings`, `prefix` and `ignore` are those of `load_torchscale_state`.
+    `options` are further arguments of `LongNetEncoder`, such as dtype, or `detach_mixing=True` for
+    torchscale's gradients.
     """
     pattern = {"head_offsets": "blocked", "tail": "phantom"}
     encoder = LongNetEncoder(**{**torchscale_settings(config, "encoder"), **pattern, **options})

@@ -1,14 +1,7 @@
-"""`attn_implementation="dilated"` for models of Hugging Face transformers.
+"""`attn_implementation="dilated"` for models of Hugging Face transformers, which are imported by `register`.
 
-    from dilated_attention_pytorch.integrations.transformers import load, register
-
-    register()
-    config.dilated_attention = {"max_length": 32768}
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="dilated")
-    model.save_pretrained(path)
-    model = load(AutoModelForCausalLM, path)
-
-Nothing of transformers is imported before `register` is called.
+config.dilated_attention = {"max_length": 32768}
+model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="dilated")
 """
 
 from __future__ import annotations
@@ -142,8 +135,7 @@ def dilated_attention_forward(
         is_causal: where no `TokenMask` tells; by default what the module says.
 
     Returns:
-        (out (b, n, h, d) with the features of the values, None). Padding gives zeros, but for the first place
-        of a row that is not causal, see `tokens`.
+        (out (b, n, h, d) with the features of the values, None); what padding gives, see `tokens`.
 
     The segments of a row count its tokens: padding, on either side or between, takes no place in them. With
     n == N, and whenever a gradient is needed, this is `dilated_attention`; else the new tokens read only the
