@@ -95,7 +95,7 @@ def test_sdist_is_complete_and_its_wheel_works(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
     run(*pip, wheel, cwd=tmp_path)
     # Its torch is that of the tests. What .pth files add there, such as this source, is not seen by this way.
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)[0]
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
     (Path(site.strip()) / "torch.pth").write_text(sysconfig.get_path("purelib"))
     kernel = "stock" if shutil.which("cc") is None or sys.platform == "win32" else "native"
     printed = run(python, "-c", USE.format(kernel), cwd=tmp_path, PYTHONPATH="")
