@@ -26,7 +26,7 @@ def launch(num_ranks: int, example: str, *arguments: str) -> str:
 
 def run_example(example: str, *arguments: str) -> str:
     """What an example of one process prints."""
-    return run_python(ROOT / "examples" / example, *arguments, OMP_NUM_THREADS="1")
+    return run_python(ROOT / "examples" / example, *arguments)
 
 
 def figure(pattern: str, text: str) -> str:

@@ -78,8 +78,7 @@ def test_notebook_runs_and_holds_what_it_gives(notebook: Path, tmp_path: Path) -
     assert all(set(cell) == KEYS[cell["cell_type"]] for cell in cells)
     assert len({cell["id"] for cell in cells}) == len(cells)
     copy = Path(shutil.copy(notebook, tmp_path))
-    how = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    run_python(ROOT / "docs" / "run_notebooks.py", copy, cwd=tmp_path, **how)
+    run_python(ROOT / "docs" / "run_notebooks.py", copy, cwd=tmp_path, MPLBACKEND="agg")
     assert outputs(copy) == outputs(notebook), "python docs/run_notebooks.py"
 
 

@@ -28,7 +28,8 @@ def run_program(*command: object, cwd: Path = ROOT, **environment: str) -> tuple
 
 
 def run_python(*arguments: object, **options: Any) -> str:
-    """What this Python prints; a warning or a remark is a failure too."""
-    printed, remarks = run_program(sys.executable, "-W", "error", "-W", WITHOUT_NUMPY, *arguments, **options)
+    """What this Python prints on one core, as tests run on each; a warning or a remark is a failure too."""
+    command = (sys.executable, "-W", "error", "-W", WITHOUT_NUMPY, *arguments)
+    printed, remarks = run_program(*command, OMP_NUM_THREADS="1", **options)
     assert remarks == ""
     return printed
