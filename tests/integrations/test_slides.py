@@ -55,7 +55,7 @@ def stamp_file(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["trident", "stamp", "clam", "clam patches", "batched", ".pt", ".npz", ".zarr"]
+    "kind", ["trident", "stamp", "clam", "clam patches", "batched", ".pt", ".npz", ".NPZ", ".zarr"]
 )
 def test_layouts_of_the_field_are_read(tmp_path: Path, kind: str) -> None:
     features, coords = arrays()
@@ -69,8 +69,9 @@ def test_layouts_of_the_field_are_read(tmp_path: Path, kind: str) -> None:
     elif kind == ".zarr":
         zarr.save_group(str(path), features=features, coords=coords)
         zarr.open_group(str(path), mode="r+")["coords"].attrs["patch_size_level0"] = 512
-    elif kind == ".npz":
-        np.savez(path, features=features, coords=coords, patch_size_level0=512)
+    elif kind in (".npz", ".NPZ"):
+        with path.open("wb") as file:
+            np.savez(file, features=features, coords=coords, patch_size_level0=512)
     elif kind == ".pt":
         held = {"tile_embeds": torch.from_numpy(features), "coords": torch.from_numpy(coords)}
         torch.save({**held, "patch_size_level0": 512}, path)
@@ -139,9 +140,14 @@ def test_other_files_are_refused_and_no_code_runs(tmp_path: Path, monkeypatch: p
     np.savez(tmp_path / "a.npz", features=np.array([Hostile()], dtype=object), coords=COORDS)
     for name in ("b.pt", "b.npz", "b.h5"):
         (tmp_path / name).write_bytes(b"<html>404</html>")
+    for number, held in enumerate((b"\x80\x02h\x88", b"\x80\x02M\x00", b"\x80\x02b", b"\x80\x02}]]s")):
+        (tmp_path / f"{number}.pt").write_bytes(held)  # what torch.load takes for instructions
+    np.savez(tmp_path / "c.npz", features=FEATURES, coords=COORDS)
+    (tmp_path / "c.npz").write_bytes((tmp_path / "c.npz").read_bytes()[:-30])  # a download that broke off
+    others = ("a.pt", "a.npz", "b.pt", "b.npz", "c.npz", *(f"{number}.pt" for number in range(4)))
     (tmp_path / "b.zarr").mkdir()
     for name, message in (
-        *((name, "must hold tensors and plain data only") for name in ("a.pt", "a.npz", "b.pt", "b.npz")),
+        *((name, "must hold tensors and plain data only") for name in others),
         ("b.h5", "must be an HDF5 file"),
         ("b.zarr", "must be a zarr group"),
         ("slide.svs", r"must be a file of tile features, \.h5, \.hdf5, \.pt"),
@@ -160,7 +166,7 @@ def test_other_files_are_refused_and_no_code_runs(tmp_path: Path, monkeypatch: p
         read_slide(tmp_path / "c.h5")
 
 
-@pytest.mark.parametrize("suffix", [".h5", ".pt", ".npz"])
+@pytest.mark.parametrize("suffix", [".h5", ".pt", ".npz", ".PT", ".NPZ"])
 def test_an_embedding_comes_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"out{suffix}"
     write_embedding(path, {"features": FEATURES[0], "coords": COORDS}, {"tile_size": 512.0, "weights": "w"})
@@ -168,7 +174,7 @@ def test_an_embedding_comes_back(tmp_path: Path, suffix: str) -> None:
         with h5py.File(path) as file:
             held: Any = {**{name: file[name][:] for name in file}, **file.attrs}
     else:
-        held = torch.load(path, weights_only=True) if suffix == ".pt" else dict(np.load(path))
+        held = torch.load(path, weights_only=True) if suffix.lower() == ".pt" else dict(np.load(path))
     assert (held["tile_size"], str(held["weights"])) == (512.0, "w")
     assert torch.equal(torch.as_tensor(held["features"]), FEATURES[0])
     assert torch.equal(torch.as_tensor(held["coords"]), COORDS)

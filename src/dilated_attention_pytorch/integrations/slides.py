@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
 from ..modules.state_dicts import replacing
+from .torchscale import UNREADABLE
 
 FEATURES = ("features", "feats", "tile_embeds")  # of TRIDENT and CLAM, of STAMP, of Prov-GigaPath's pipeline
 HDF5 = (".h5", ".hdf5")
+_BROKEN: tuple[type[Exception], ...] = (OSError, BadZipFile, *UNREADABLE)
 SUFFIXES = (*HDF5, ".pt", ".pth", ".npz", ".zarr")
 
 
@@ -54,7 +56,11 @@ def read_slide(path: str | Path) -> Slide:
         if name is None:
             raise ValueError(f"{path} must hold features, named {' or '.join(FEATURES)}, got {names}")
         if "coords" not in held:
-            hint = "; CLAM's .pt files lack them, its .h5 files have them" if path.suffix == ".pt" else ""
+            hint = (
+                "; CLAM's .pt files lack them, its .h5 files have them"
+                if path.suffix.lower() == ".pt"
+                else ""
+            )
             raise ValueError(f"{path} must hold coords, the places of its tiles, got {names}{hint}")
         features, coords = _tensor(held[name]), _tensor(held["coords"])
     features, coords = (x.squeeze(0) if x.dim() == 3 else x for x in (features, coords))
@@ -106,11 +112,11 @@ def _opened(path: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
 def _load(path: Path) -> Mapping[str, Any]:
     """The dict in a file of torch.save or numpy.savez."""
     try:
-        if path.suffix == ".npz":
-            with _need("numpy").load(path, allow_pickle=False) as file:
+        if path.suffix.lower() == ".npz":
+            with open(path, "rb") as opened, _need("numpy").load(opened, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+    except _BROKEN as error:
         raise ValueError(f"{path} must hold tensors and plain data only, got: {error!r}") from error
     if isinstance(held, Mapping):
         return held
@@ -138,13 +144,14 @@ def write_embedding(path: Path, arrays: Mapping[str, Tensor], told: Mapping[str,
 
     The embedding is `features` (d,), as in TRIDENT's slide features. A file that is there is replaced.
     """
-    if path.suffix.lower() not in (*HDF5, ".pt", ".npz"):
+    kind = path.suffix.lower()
+    if kind not in (*HDF5, ".pt", ".npz"):
         raise ValueError(f"an embedding must be written as .h5, .pt or .npz, got {path}")
     held = {name: x.cpu() for name, x in arrays.items()}
     with replacing(path) as new:
-        if path.suffix == ".pt":
+        if kind == ".pt":
             torch.save({**held, **told}, new)
-        elif path.suffix == ".npz":
+        elif kind == ".npz":
             with open(new, "wb") as file:
                 _need("numpy").savez(file, **{name: x.numpy() for name, x in held.items()}, **told)
         else:

@@ -79,8 +79,8 @@ _OWN = {
 # Keys under which training scripts put the weights.
 _HOLDERS = ("model", "state_dict")
 # What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
-_UNREADABLE: tuple[type[Exception], ...] = (pickle.UnpicklingError, struct.error, EOFError, RuntimeError)
-_UNREADABLE += (LookupError, ValueError, TypeError, AttributeError, AssertionError)
+UNREADABLE: tuple[type[Exception], ...] = (pickle.UnpicklingError, struct.error, EOFError, RuntimeError)
+UNREADABLE += (LookupError, ValueError, TypeError, AttributeError, AssertionError)
 # What wrappers of torch and fairscale put into names.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_fpw_module.", "_orig_mod.")
 _REFUSED = {
@@ -101,7 +101,7 @@ def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> 
         return read_tensors(path, device=device)
     try:
         held = torch.load(path, map_location="cpu" if device is None else device, weights_only=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         rule = f"{path} must be a file of torch.save that holds tensors and plain data only"
         raise ValueError(f"{rule}, got: {error!r}") from error
     return unwrap_state(held, source=str(path))
