@@ -33,9 +33,11 @@ import re, sys
 from pathlib import Path
 page, pattern = Path(sys.argv[1]), sys.argv[2]
 text, namespace = page.read_text(), {"__name__": "__main__"}
-for block in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
+blocks = [*re.finditer(pattern, text, re.DOTALL | re.MULTILINE)]
+for block in blocks:
     padding = chr(10) * text.count(chr(10), 0, block.start(1))
     exec(compile(padding + block[1], str(page), "exec"), namespace)
+print(len(blocks), "blocks ran")
 """
 
 
@@ -45,7 +47,8 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=name_of)
 def test_page_runs_as_printed(page: Path, tmp_path: Path) -> None:
-    run_python("-c", RUNNER, page, PYTHON.pattern, cwd=tmp_path)
+    printed = run_python("-c", RUNNER, page, PYTHON.pattern, cwd=tmp_path)
+    assert printed.endswith(f"{len(PYTHON.findall(page.read_text()))} blocks ran\n")
 
 
 def test_every_block_is_closed_and_commands_of_the_readme_are_there() -> None:

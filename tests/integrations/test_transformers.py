@@ -630,7 +630,6 @@ from dilated_attention_pytorch.integrations.transformers import register
 try:
     register()
 except ImportError:
-    sys.exit()
-sys.exit("register() without transformers")
+    print("refused")
 """
-    run_program(sys.executable, "-c", code)
+    assert run_program(sys.executable, "-c", code)[0] == "refused\n"

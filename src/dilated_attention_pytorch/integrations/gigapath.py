@@ -105,9 +105,8 @@ class LongNetViT(PretrainedModel):
             settings["dim_feedforward"] = 4 * embed_dim
         if max_wsi_size is not None:
             names = ("segment_lengths", "max_length")
-            if twice := [f"{name}={settings[name]}" for name in names if settings.get(name) is not None]:
-                both = f"{max_wsi_size} and {twice[0]}"
-                raise ValueError(f"max_wsi_size gives segment_lengths, got both, {both}")
+            if twice := " ".join(f"{x}={settings[x]}" for x in names if settings.get(x) is not None):
+                raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {twice}")
             tile_size = settings.get("tile_size", LongNetViTConfig.tile_size)
             settings["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
         settings |= {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
@@ -161,8 +160,7 @@ class LongNetViT(PretrainedModel):
                 has the embedding that it has alone; only slides of one number of tiles run together.
         """
         if padding_mask is None:
-            states = self.forward_features(x, coords, all_layer_embed)
-            return [self._pool(state) for state in states]
+            return [self._pool(state) for state in self.forward_features(x, coords, all_layer_embed)]
         self._check(x, coords, padding_mask)
         check_flags(all_layer_embed=all_layer_embed)
         kept = ~padding_mask
