@@ -105,8 +105,8 @@ class LongNetViT(PretrainedModel):
             settings["dim_feedforward"] = 4 * embed_dim
         if max_wsi_size is not None:
             names = ("segment_lengths", "max_length")
-            if twice := " ".join(f"{x}={settings[x]}" for x in names if settings.get(x) is not None):
-                raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {twice}")
+            if both := " ".join(f"{x}={settings[x]}" for x in names if settings.get(x) is not None):
+                raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {both}")
             tile_size = settings.get("tile_size", LongNetViTConfig.tile_size)
             settings["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
         settings |= {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
