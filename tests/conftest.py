@@ -39,7 +39,6 @@ FIRST |= {
     "test_exactness.py",
     "test_examples.py",
     "test_project.py",
-    "test_readme.py",
     "test_triton.py",
 }
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,38 +12,27 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.programs import ROOT, run_program, run_python
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def launch(num_ranks: int, example: str, *arguments: str) -> str:
-    """What an example prints; an error, or a warning that is not torch's own, is a failure."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    """What an example of several ranks prints."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
+    how = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return run_program(sys.executable, *launcher, ROOT / "examples" / example, *arguments, **how)[0]
 
 
 def run_example(example: str, *arguments: str) -> str:
-    """What an example of one process prints; an error or a warning is a failure."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / example), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    return result.stdout
+    """What an example of one process prints."""
+    return run_python(ROOT / "examples" / example, *arguments)
+
+
+def figure(pattern: str, text: str) -> str:
+    """The one group of a pattern that a line of the text must have."""
+    [found] = re.findall(pattern, text, re.MULTILINE)
+    return str(found)
 
 
 def losses(text: str) -> list[float]:
@@ -54,9 +41,8 @@ def losses(text: str) -> list[float]:
 
 def test_two_ranks_equal_one_process_and_receive_what_was_planned() -> None:
     text = launch(2, "ring_two_ranks.py", "--length", "1201", "--causal")
-    found = re.search(r"out (\S+), gradients (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    assert all(float(error) < 2e-5 for error in found.groups())
+    [errors] = re.findall(r"out (\S+), gradients (\S+)$", text, re.MULTILINE)
+    assert all(float(error) < 2e-5 for error in errors)
     line = re.compile(r"^rank (\d): (\d+) tokens, received (\d+) bytes, planned (\d+)$", re.MULTILINE)
     ranks = line.findall(text)
     assert sorted((rank, tokens) for rank, tokens, _, _ in ranks) == [("0", "601"), ("1", "600")]
@@ -88,13 +74,13 @@ def test_a_model_of_bytes_learns_writes_and_writes_the_same_from_its_files(tmp_p
     assert texts[0] == texts[1] != []
 
 
-def test_a_slide_is_encoded_from_a_file_of_weights() -> None:
-    text = run_example("encode_slide.py", "--tiles", "200", "--depth", "1", "--global-pool")
+def test_a_large_slide_is_encoded_from_a_file_of_weights_in_little_memory() -> None:
+    """One layer of the full width: further layers add their weights, 28 MB each, and reuse the rest."""
+    text = run_example("encode_slide.py", "--depth", "1", "--global-pool")
     assert "8,279,808 parameters, 1 layers" in text
+    assert "10000 tiles in" in text
     assert "embedding (1, 768)" in text
-    peak = re.search(r"^peak memory (\S+) GB$", text, re.MULTILINE)
-    assert peak is not None
-    assert 0.1 < float(peak[1]) < 2
+    assert 0.1 < float(figure(r"^peak memory (\S+) GB$", text)) + 11 * 0.03 < 4.0
 
 
 def test_slides_are_told_apart_by_a_patch_that_the_heat_map_shows(tmp_path: Path) -> None:
@@ -103,16 +89,13 @@ def test_slides_are_told_apart_by_a_patch_that_the_heat_map_shows(tmp_path: Path
     frozen, tuned = (float(each) for each in re.findall(r"^\S+: epoch \d+, test AUC (\S+)$", text, re.M))
     assert frozen < tuned
     assert tuned > 0.95
-    share = re.search(r"^attention of the patch: (\S+) times its share", text, re.M)
-    assert share is not None
-    assert float(share[1]) > 5
-    cells = re.search(r"the patch is at cells (.*)$", text, re.M)
-    assert cells is not None
+    assert float(figure(r"^attention of the patch: (\S+) times its share", text)) > 5
+    cells = json.loads(figure(r"the patch is at cells (.*)$", text))
     brightness = torch.from_numpy(imread(picture)).sum(-1)
     side = brightness.shape[0] // 12  # pixels of a cell
     cell = brightness[side // 2 :: side, side // 2 :: side]
     planted = torch.zeros_like(cell, dtype=torch.bool)
-    for x, y in json.loads(cells[1]):
+    for x, y in cells:
         planted[y, x] = True
     others = ~planted & (cell < 3)  # white is no tile
     assert cell[planted].mean() > 1.3 * cell[others].mean()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.programs import ROOT, run_program
+
 FOLDERS = (".github", "benchmarks", "docs", "examples", "src", "tests")
 FILES = ("Makefile", "constraints.txt", "mkdocs.yml", "hatch_build.py", "pyproject.toml", "LICENSE")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -32,22 +31,12 @@ print(package.__file__)
 """
 
 
+def run(*command: object, **options: Any) -> str:
+    return run_program(*command, **options)[0]
+
+
 def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
-
-
-def run(*command: object, cwd: Path, **environment: str) -> str:
-    result = subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -1,37 +1,38 @@
-"""Every python snippet of the requirement documents 000, 001, 003 and 004 runs, and its figures move."""
+"""Every python snippet of the requirement documents runs, and its figures move."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dilated_attention_pytorch as package
 from dilated_attention_pytorch import (
     DilatedAttention,
     ImprovedDilatedAttention,
-    ImprovedDilatedAttentionV2,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
-    create_dilated_attention,
+    SparsePatternConfig,
+    core,
     factory,
 )
-from dilated_attention_pytorch.core import (
-    AttentionBufferManager,
-    BufferType,
-    create_attention_buffer_manager,
-    get_global_memory_pool,
-    get_global_pattern_cache,
-    memory_pool,
-    reset_global_memory_pool,
-    reset_global_pattern_cache,
+from dilated_attention_pytorch.block_sparse_factory import create_block_sparse_attention
+from dilated_attention_pytorch.block_sparse_ring_dilated_attention import (
+    BlockSparseRingDilatedAttention,
+    PersistentPatternCache,
 )
+from dilated_attention_pytorch.core import BufferType, get_global_memory_pool, get_global_pattern_cache
 from dilated_attention_pytorch.core.host_memory import Memory
+from dilated_attention_pytorch.reference import block_sparse_attention_reference
+from dilated_attention_pytorch.ring_dilated_attention_production import RingDilatedAttentionProduction
 from support.snippets import SNIPPETS
+from support.tolerances import assert_close
 
 # The classes that the documents' snippets about the ring name.
 RINGS: dict[str, type[RingDilatedAttentionV2]] = {
@@ -40,13 +41,9 @@ RINGS: dict[str, type[RingDilatedAttentionV2]] = {
     "001 ring_combined": RingDilatedAttentionV3,
     "001 profiling": RingDilatedAttentionV3,
 }
-ENVIRONMENT = """
-# Set maximum cache size (default: 1000 patterns)
-export PATTERN_CACHE_MAX_SIZE=2000
-
-# Enable cache profiling
-export PATTERN_CACHE_ENABLE_PROFILING=1
-"""
+# Of document 001: at most so many patterns, 1000 by default, and times of building them.
+ENVIRONMENT = {"PATTERN_CACHE_MAX_SIZE": "2000", "PATTERN_CACHE_ENABLE_PROFILING": "1"}
+PASSES = "# After running some forward passes"
 DIALECT = {
     '"cuda"': '"cpu"',
     "self, ..., ": "self, *, ",  # the class sketches leave out their other parameters
@@ -55,39 +52,31 @@ DIALECT = {
 
 @pytest.fixture(autouse=True)
 def _alone_on_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
+    monkeypatch.setattr(core.memory_pool, "host_memory", lambda: Memory(8 * 2**30, 16 * 2**30))
     monkeypatch.setattr(factory, "device_memory", lambda device: Memory(8 * 2**30, 16 * 2**30))
     monkeypatch.setattr(get_global_pattern_cache(), "cache_on_gpu", False)
-    for name in ("PATTERN_CACHE_MAX_SIZE", "PATTERN_CACHE_ENABLE_PROFILING"):
+    for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     logger = logging.getLogger("dilated_attention_pytorch")
     level = logger.level
-    reset_global_pattern_cache()
-    reset_global_memory_pool()
+    core.reset_global_pattern_cache()
+    core.reset_global_memory_pool()
     yield
     logger.setLevel(level)
     monkeypatch.undo()
-    reset_global_pattern_cache()
-    reset_global_memory_pool()
+    core.reset_global_pattern_cache()
+    core.reset_global_memory_pool()
     get_global_memory_pool().enable_profiling = False
 
 
 def names() -> dict[str, Any]:
     """What the snippets take for granted; short sequences under the long segments."""
-    query, key, value = (torch.randn(1, 320, 4, 8) for _ in range(3))
+    tensors = {name: torch.randn(1, 320, 4, 8) for name in ("query", "key", "value")}
     sizes = {"batch_size": 2, "seq_len": 64, "num_heads": 4, "head_dim": 8}
-    tensors = {"query": query, "key": key, "value": value}
-    imported = (
-        ImprovedDilatedAttention,
-        ImprovedDilatedAttentionV2,
-        RingDilatedAttentionV2,
-        RingDilatedAttentionV3,
-        BufferType,
-        create_attention_buffer_manager,
-        create_dilated_attention,
-    )
-    known = {each.__name__: each for each in imported}
-    return {"torch": torch, "nn": nn, **known, **tensors, **sizes}
+    known = {name: getattr(package, name) for name in package.__all__}
+    known |= {name: getattr(core, name) for name in core.__all__}
+    known["PersistentPatternCache"] = PersistentPatternCache
+    return {"torch": torch, "nn": nn, "self": SimpleNamespace(), **known, **tensors, **sizes}
 
 
 def run(snippet: str, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +93,7 @@ def attend(model: nn.Module, namespace: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_runs_as_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    attention = ImprovedDilatedAttentionV2([256, 512], [1, 2], enable_memory_pool=True)
+    attention = package.ImprovedDilatedAttentionV2([256, 512], [1, 2], enable_memory_pool=True)
     own = {"attention": attention, "model": attention, "manager": attention.buffer_manager}
     run(SNIPPETS[name], {**names(), **own})
     assert len(capsys.readouterr().out.splitlines()) == SNIPPETS[name].count("print(")
@@ -113,13 +102,13 @@ def test_runs_as_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_snippet_is_left_out() -> None:
     named = {name: found[0] for name, text in SNIPPETS.items() if (found := re.findall(r"Ring\w+V\d", text))}
     assert named == {name: cls.__name__ for name, cls in RINGS.items()}
-    documents = ("000", "001", "003", "004")
-    assert [sum(name.startswith(document) for name in SNIPPETS) for document in documents] == [4, 11, 1, 7]
+    counts = [sum(name.startswith(f"00{document}") for name in SNIPPETS) for document in range(5)]
+    assert counts == [4, 11, 4, 1, 7]
 
 
 @pytest.mark.parametrize("name", RINGS)
 def test_guide_ring(name: str) -> None:
-    found = run(SNIPPETS[name].partition("# After running some forward passes")[0], names())
+    found = run(SNIPPETS[name].partition(PASSES)[0], names())
     model = found["model"]
     assert type(model) is RINGS[name]
     plain = DilatedAttention(model.spec.segment_lengths, model.spec.dilation_rates)
@@ -156,8 +145,7 @@ def test_report_lightweight_pool() -> None:
         attend(found["attention"], found)
     after = get_global_memory_pool().get_stats()
     assert isinstance(found["attention"], ImprovedDilatedAttention)
-    assert after["allocation_count"] > before["allocation_count"]
-    assert after["reuse_count"] > before["reuse_count"]
+    assert all(after[name] > before[name] for name in ("allocation_count", "reuse_count"))
 
 
 def test_report_buffer_manager_preallocated_and_monitored(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,9 +186,9 @@ def test_guide_global_cache(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_guide_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_global_pattern_cache().get_stats()["max_size"] == 1000
-    for name, value in re.findall(r"^export (\w+)=(\w+)$", ENVIRONMENT, re.MULTILINE):
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    reset_global_pattern_cache()
+    core.reset_global_pattern_cache()
     stats = get_global_pattern_cache().get_stats()
     assert stats["max_size"] == 2000
     assert stats["build_seconds"] == 0.0
@@ -231,24 +219,15 @@ def test_guide_memory_pool(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_guide_adding_support() -> None:
     sketch = run(SNIPPETS["001 add_cache"], names())["MyAttention"]
     assert sketch()._pattern_cache is None
-    cache = sketch(use_pattern_cache=True)._pattern_cache
-    assert cache is get_global_pattern_cache()
-    for _ in range(2):
-        cache.get_or_build("mine", lambda: 3)
-    assert (cache.get_stats()["hits"], cache.get_stats()["misses"]) == (1, 1)
-
+    assert sketch(use_pattern_cache=True)._pattern_cache is get_global_pattern_cache()
     sketch = run(SNIPPETS["001 add_pool"], names())["MyAttention"]
     assert sketch()._memory_pool is None
-    pool = sketch(enable_memory_pool=True)._memory_pool
-    assert pool is get_global_memory_pool()
-    for _ in range(2):
-        pool.deallocate(pool.allocate((4, 4)))
-    assert (pool.get_stats()["allocation_count"], pool.get_stats()["reuse_count"]) == (2, 1)
+    assert sketch(enable_memory_pool=True)._memory_pool is get_global_memory_pool()
 
 
 @pytest.mark.parametrize("cls", [RingDilatedAttentionV3, DilatedAttention, ImprovedDilatedAttention])
 def test_guide_profiling(cls: type[DilatedAttention], capsys: pytest.CaptureFixture[str]) -> None:
-    head, passes, tail = SNIPPETS["001 profiling"].partition("# After running some forward passes")
+    head, passes, tail = SNIPPETS["001 profiling"].partition(PASSES)
     found = run(head, {**names(), "RingDilatedAttentionV3": cls})
     for _ in range(4):
         attend(found["model"], found)
@@ -323,7 +302,7 @@ def test_manager_guide_custom_configuration() -> None:
 @pytest.mark.parametrize("name", ["004 reuse", "004 fast"])
 def test_manager_guide_best_practices(name: str) -> None:
     found = run(SNIPPETS[name], names())
-    manager: AttentionBufferManager = found["manager"]
+    manager = found["manager"]
     assert (manager.enable_reuse, manager.lightweight) == (True, name == "004 fast")
     run(SNIPPETS["004 preallocate"], found)
     assert manager.get_stats()["cached_buffers"] == 4
@@ -337,3 +316,43 @@ def test_manager_guide_best_practices(name: str) -> None:
     assert manager.get_stats()["cached_buffers"] == 4
     run(clear_all, found)
     assert manager.get_stats()["cached_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio", "block_size", "branches", "n"),
+    [
+        ("base", 0.01, 128, ((2048, 1),), 1500),
+        ("ring", 0.02, 256, ((65536, 1), (131072, 2)), 2000),
+        ("maximum length", 0.01, 128, ((2048, 1),), 1000),
+    ],
+)
+def test_sparse_modules_attend_to_what_their_configs_ask(
+    kind: str, ratio: float, block_size: int, branches: tuple[tuple[int, int], ...], n: int
+) -> None:
+    module: Any
+    if kind == "base":
+        module = create_block_sparse_attention("base", **eval(SNIPPETS["002 base_configuration"]))
+    elif kind == "ring":
+        module = BlockSparseRingDilatedAttention(**eval(SNIPPETS["002 ring_configuration"], names()))
+    else:
+        module = run(SNIPPETS["002 maximum_length"], {})["model"]
+    assert module.sparse_config == SparsePatternConfig("dilated_sparse", ratio, block_size)
+    assert module.spec.branches == branches
+    q, k, v = (torch.randn(1, n, 2, 8) for _ in range(3))
+    for length in (n, 131072):
+        pattern = module.get_pattern(length, 2)
+        assert abs(pattern.density - ratio) * pattern.rows <= 1
+    assert pattern.nbytes < 2**17
+    mask = module.get_pattern(n, 2).to_dense()
+    expected = block_sparse_attention_reference(*(x.double() for x in (q, k, v)), mask)
+    assert_close(module(q, k, v), expected, torch.float32)
+
+
+def test_sparse_pools() -> None:
+    module = run(SNIPPETS["002 pools"], names())["self"]
+    assert module.pattern_cache.get_stats()["max_size"] == 100
+    pool = module.memory_pool
+    for buffer in [pool.allocate((64,)) for _ in range(20)]:
+        pool.deallocate(buffer)
+    assert pool.get_stats()["cached_buffers"] == 10
+    assert RingDilatedAttentionProduction().memory_pool.pool_size == 10

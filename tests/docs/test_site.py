@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ import pytest
 from filelock import FileLock
 
 from support.browser import Tab
+from support.programs import ROOT, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "dilated_attention_pytorch"
 PLACES = re.compile(r"/(?:work|root|tmp|home)/")
 BLANKS = re.compile(r"\s+")
@@ -62,17 +61,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shared = shared.parent
     with FileLock(shared / "site.lock"):
         if not (shared / "site").exists():
-            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
-            built = subprocess.run(
-                [*command, str(shared / "unfinished")],
-                cwd=ROOT,
-                env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            assert built.returncode == 0, built.stderr
+            build = ("-m", "mkdocs", "build", "--strict", "--site-dir", shared / "unfinished")
+            run_program(sys.executable, *build, NO_MKDOCS_2_WARNING="1")
             (shared / "unfinished").rename(shared / "site")
     return shared / "site"
 

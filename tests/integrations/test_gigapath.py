@@ -6,8 +6,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from integrations.transcription import (
     slide_shapes,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
 GRID, TILE = 11, 10
 SMALL = {"in_chans": 6, "embed_dim": 12, "depth": 2, "nhead": 3, "dim_feedforward": 20}
@@ -57,6 +54,12 @@ def how(**options: Any) -> Settings:
     return Settings(**{"heads": 3, "segments": (16, 70), "rates": (1, 3), **options})
 
 
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() < TOLERANCE
+
+
 def transcribed(state: State, x: Tensor, coords: Tensor, settings: Settings, **options: Any) -> list[Tensor]:
     return slide_encoder(state, x, coords, settings, grid=GRID, tile_size=TILE, **options)
 
@@ -68,19 +71,16 @@ def test_embeddings_equal_the_transcription(n: int, global_pool: bool, all_layer
     state, (x, coords) = small_state(), slides(2, n)
     found = small_model(state, global_pool=global_pool)(x, coords, all_layer_embed=all_layers)
     expected = transcribed(state, x, coords, how(), global_pool=global_pool, all_layers=all_layers)
-    assert len(found) == len(expected) == (3 if all_layers else 1)
-    for a, b in zip(found, expected, strict=True):
-        assert a.shape == (2, 12)
-        assert (a - b).abs().max() < TOLERANCE
+    assert [each.shape for each in found] == [(2, 12)] * (3 if all_layers else 1)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("n", "nhead"), [(999, 12), (5000, 3)])  # heads that are no multiple of the rates
 def test_long_slides_equal_the_transcription(n: int, nhead: int) -> None:
     state, (x, coords) = small_state(), slides(1, n)
     segments, rates = (128, 333, 1250), (1, 5, 16)
-    [found] = small_model(state, nhead=nhead, segment_lengths=segments, dilation_rates=rates)(x, coords)
-    [expected] = transcribed(state, x, coords, how(heads=nhead, segments=segments, rates=rates))
-    assert (found - expected).abs().max() < TOLERANCE
+    found = small_model(state, nhead=nhead, segment_lengths=segments, dilation_rates=rates)(x, coords)
+    assert_close(found, transcribed(state, x, coords, how(heads=nhead, segments=segments, rates=rates)))
 
 
 @pytest.mark.parametrize("detach_mixing", [False, True])
@@ -105,11 +105,9 @@ def test_the_states_of_all_tiles_are_there_for_the_asking() -> None:
     model = small_model(state)
     states = model.forward_features(x, coords, all_layer_embed=True)
     assert [each.shape for each in states] == [(2, 24, 12)] * 3
-    table = position_table(12, GRID, torch.float64)
-    cell = coords // TILE
+    table, cell = position_table(12, GRID, torch.float64), coords // TILE
     tiles = nn.functional.linear(x, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"])
-    expected = tiles + table[1 + cell[..., 0] * GRID + cell[..., 1]]
-    assert (states[0][:, 1:] - expected).abs().max() < TOLERANCE
+    assert_close([states[0][:, 1:]], [tiles + table[1 + cell[..., 0] * GRID + cell[..., 1]]])
     [last] = model.forward_features(x, coords)
     assert torch.equal(model.norm(last[:, 0]), model(x, coords)[0])
 
@@ -133,8 +131,7 @@ def test_padding_changes_nothing_in_any_row(global_pool: bool, place: str) -> No
     for row in range(4):
         kept = ~padding[row]
         alone = model(x[row : row + 1, kept], coords[row : row + 1, kept], True)
-        for a, b in zip(found, alone, strict=True):
-            assert (a[row] - b[0]).abs().max() < TOLERANCE
+        assert_close([each[row : row + 1] for each in found], alone)
     [gradient] = torch.autograd.grad(sum(each.square().sum() for each in found), x)
     assert not gradient[padding].any()
     assert gradient[~padding].any()
@@ -147,42 +144,34 @@ def test_padding_changes_nothing_in_any_row(global_pool: bool, place: str) -> No
 def test_other_kinds_of_attention_take_the_same_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state, (x, coords) = small_state(), slides(2, 90)
     model = small_model(state, kind=kind)
-    [expected] = transcribed(state, x, coords, how())
-    assert (model(x, coords)[0] - expected).abs().max() < TOLERANCE
+    assert_close(model(x, coords), transcribed(state, x, coords, how()))
     attention = model.encoder.layers[0].get_submodule("self_attn.attention")
     monkeypatch.setattr(type(attention), "is_sharded", True)
     with pytest.raises(ValueError, match="each process must have whole slides"):
         model(x, coords)
 
 
-def test_names_shapes_and_count_are_those_of_the_published_model() -> None:
+def test_names_shapes_and_count_are_those_of_the_published_models() -> None:
     model = LongNetViT(device="meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) == 86_330_880
-    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    assert shapes == slide_shapes(1536, 12, 768, 3072)
     assert model.config.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
     assert model.config.dilation_rates == (1, 2, 4, 8, 16)
     assert model.norm.eps == 1e-6
     spec = model.encoder.layers[0].get_submodule("self_attn.attention").spec
     assert (spec.head_offsets, spec.tail, spec.detach_mixing) == ("blocked", "phantom", False)
-
-
-def test_architectures_have_the_sizes_of_their_names(tmp_path: Path) -> None:
-    for name, channels, depth, width in (
-        ("gigapath_slide_enc12l768d", 1536, 12, 768),
-        ("gigapath_slide_enc12l384d", 384, 12, 384),
-        ("gigapath_slide_enc24l1024d", 1536, 24, 1024),
-        ("gigapath_slide_enc12l1536d", 1536, 12, 1536),
+    for made, channels, depth, width, count in (
+        (model, 1536, 12, 768, 86_330_880),
+        ("gigapath_slide_enc12l768d", 1536, 12, 768, 86_330_880),
+        ("gigapath_slide_enc12l384d", 384, 12, 384, 21_489_408),
+        ("gigapath_slide_enc24l1024d", 1536, 24, 1024, None),
+        ("gigapath_slide_enc12l1536d", 1536, 12, 1536, None),
     ):
-        model = LongNetViT.from_arch(name, device="meta", global_pool=True)
-        shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        if isinstance(made, str):
+            made = LongNetViT.from_arch(made, device="meta", global_pool=True)
+            assert made.config.global_pool
+        shapes = {name: tuple(x.shape) for name, x in made.state_dict().items()}
         assert shapes == slide_shapes(channels, depth, width, 4 * width)
-        assert model.config.nhead == 16
-        assert model.config.global_pool
-    flash = "gigapath_slide_enc12l384d"
-    model = LongNetViT.from_arch(flash, device="meta")
-    assert model.encoder.layers[0].self_attn.head_dim == 24
-    assert sum(parameter.numel() for parameter in model.parameters()) == 21_489_408
+        assert made.config.nhead == 16
+        assert count in (None, sum(parameter.numel() for parameter in made.parameters()))
     with pytest.raises(ValueError, match=r"arch must be one of .*enc12l384d.*, got 'vit'"):
         LongNetViT.from_arch("vit")
 
@@ -195,10 +184,7 @@ def test_weights_must_be_of_the_architecture_that_is_asked_for(tmp_path: Path) -
     x, coords = torch.randn(1, 5, 384), torch.randint(0, 256000, (1, 5, 2))
     for source in (path, tmp_path / "saved"):
         assert torch.equal(LongNetViT.from_pretrained(source, arch=arch)(x, coords)[0], model(x, coords)[0])
-        message = (
-            r"must have the sizes of gigapath_slide_enc12l768d, .*got {'in_chans': 384, 'embed_dim': 384}"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"sizes of \w+768d, .*got {'in_chans': 384, 'embed_dim': 384}"):
             LongNetViT.from_pretrained(source, arch="gigapath_slide_enc12l768d")
     with pytest.raises(ValueError, match=r"got {'nhead': 12}"):
         LongNetViT.from_pretrained(path, arch=arch, nhead=12)
@@ -213,17 +199,13 @@ def test_weights_must_be_of_the_architecture_that_is_asked_for(tmp_path: Path) -
         (65536, 256, (1024, 2896, 8192, 23170, 65536)),
         (100000, 256, (1024, 3444, 11585, 38967, 131072)),  # 390 ** 2 tiles are more than 2 ** 17
         (1024, 256, (1024, 362, 128, 45, 16)),
+        (256, 256, (1024, 181, 32, 5, 1)),
     ],
 )
 def test_segment_lengths_follow_the_size_of_the_slide(size: int, tile: int, expected: Any) -> None:
     assert gigapath_segment_lengths(size, tile) == expected
-    assert LongNetViT(**SMALL, max_wsi_size=size, tile_size=tile).config.segment_lengths == expected
-
-
-def test_slides_of_a_few_tiles_have_no_segments_for_the_rates() -> None:
-    assert gigapath_segment_lengths(256, 256) == (1024, 181, 32, 5, 1)
-    with pytest.raises(ValueError, match="got rate 8 for a segment of 5"):
-        LongNetViT(**SMALL, max_wsi_size=256)
+    if size > tile:
+        assert LongNetViT(**SMALL, max_wsi_size=size, tile_size=tile).config.segment_lengths == expected
 
 
 def test_positions_are_those_of_a_table_of_all_cells() -> None:
@@ -298,23 +280,21 @@ def test_bad_input_states_rule_and_fact(error: type[Exception], message: str, ca
         ({"nhead": 5}, "must be a multiple of nhead"),
         ({"segment_lengths": None, "max_wsi_size": 5}, "max_wsi_size must be at least tile_size 10"),
         ({"segment_lengths": None, "max_wsi_size": -5}, "max_wsi_size must be a positive integer, got -5"),
+        ({"d_model": 12}, r"by other names, got \['d_model'\]"),
+        ({"attention_options": None}, "attention_options must be a mapping, got None"),
+        ({"attention_options": None, "kernel": "eager"}, "attention_options must be a mapping, got None"),
+        ({"windows": 3}, "windows"),
         ({"max_wsi_size": 500}, "max_wsi_size gives segment_lengths, got both, 500 and segment_lengths="),
         ({"segment_lengths": None}, "must have the same length, got 5 and 2"),
+        (
+            {"segment_lengths": None, "dilation_rates": None, "tile_size": 256, "max_wsi_size": 256},
+            "got rate 8 for a segment of 5",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         LongNetViT(**{**SMALL, **GRIDDED, **options})
-
-
-def test_names_of_settings_are_not_given_twice_or_made_up() -> None:
-    with pytest.raises(TypeError, match=r"by other names, got \['d_model'\]"):
-        LongNetViT(**SMALL, **GRIDDED, d_model=12)
-    for more in ({}, {"kernel": "eager"}):
-        with pytest.raises(TypeError, match="attention_options must be a mapping, got None"):
-            LongNetViT(**SMALL, **GRIDDED, attention_options=None, **more)
-    with pytest.raises(TypeError, match="windows"):
-        LongNetViT(**SMALL, **GRIDDED, windows=3)
 
 
 def published(folder: Path, state: State, name: str = "slide_encoder.pth") -> Path:
@@ -339,6 +319,9 @@ def test_the_published_file_loads_by_file_and_by_folder(tmp_path: Path) -> None:
 
 def test_a_saved_model_comes_back_with_its_settings(tmp_path: Path) -> None:
     x, coords = slides(2, 50)
+    exact = small_model(tail="exact", kind="improved")  # a model may attend otherwise than the published one
+    exact.save_pretrained(tmp_path / "exact")
+    assert_close(LongNetViT.from_pretrained(tmp_path / "exact")(x, coords), exact(x, coords))
     model = small_model(small_state(), global_pool=True, detach_mixing=True, kernel="eager")
     model.save_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "model.safetensors"):
@@ -454,22 +437,6 @@ def test_a_file_and_a_state_dict_are_read_alike(tmp_path: Path, kind: str) -> No
             load_gigapath_state(small_model(kind=kind, **options), {**held, **wrong})
 
 
-def test_a_saved_model_may_attend_otherwise(tmp_path: Path) -> None:
-    model, (x, coords) = small_model(tail="exact", kind="improved"), slides(1, 50)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(LongNetViT.from_pretrained(tmp_path)(x, coords)[0], model(x, coords)[0])
-
-
-def test_the_full_model_loads_a_file_that_it_saved(tmp_path: Path) -> None:
-    model = LongNetViT(dtype=torch.bfloat16).eval()
-    published(tmp_path, model.state_dict())
-    again = LongNetViT.from_pretrained(tmp_path)
-    assert sum(parameter.numel() for parameter in again.parameters()) == 86_330_880
-    assert again.config == model.config
-    x, coords = torch.randn(1, 5, 1536), torch.randint(0, 256000, (1, 5, 2))
-    assert torch.equal(again(x, coords)[0], model(x, coords)[0])
-
-
 def test_training_drops_and_evaluation_does_not() -> None:
     model, (x, coords) = small_model(small_state(), dropout=0.5, drop_path_rate=0.0), slides(1, 20)
     assert torch.equal(model(x, coords)[0], model(x, coords)[0])
@@ -518,14 +485,3 @@ def test_config_is_that_of_a_slide_encoder() -> None:
         LongNetViT.from_config({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="global_pool must be a bool"):
         LongNetViTConfig(global_pool=1)  # type: ignore[arg-type]
-
-
-def test_example_encodes_a_large_slide_in_little_memory() -> None:
-    """One layer of the full width: further layers add their weights, 28 MB each, and reuse the rest."""
-    command = [sys.executable, str(ROOT / "examples" / "encode_slide.py"), "--depth", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "10000 tiles in" in result.stdout
-    found = re.search(r"^peak memory (\S+) GB$", result.stdout, re.MULTILINE)
-    assert found is not None
-    assert float(found[1]) + 11 * 0.03 < 4.0

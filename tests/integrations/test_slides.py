@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch import LongNetViT
 from dilated_attention_pytorch.integrations.slides import read_slide, write_embedding
-from dilated_attention_pytorch.integrations.tile_grid import grid_coords
+from dilated_attention_pytorch.integrations.tile_grid import gigapath_segment_lengths, grid_coords
+from support.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 N, WIDTH = 23, 6
 
 
@@ -37,14 +37,8 @@ def trident_file(path: Path, side: int = 512) -> Path:
     told = {"patch_size": 256, "patch_size_level0": side, "level0_magnification": 40, "name": path.stem}
     with h5py.File(path, "w") as file:
         for name, data in (("features", features), ("coords", coords)):
-            dataset = file.create_dataset(
-                name,
-                shape=data.shape,
-                maxshape=(None, *data.shape[1:]),
-                chunks=(1, *data.shape[1:]),
-                dtype=data.dtype,
-            )
-            dataset[:] = data
+            grows = {"maxshape": (None, *data.shape[1:]), "chunks": (1, *data.shape[1:])}
+            file.create_dataset(name, data=data, **grows)
         file["features"].attrs.update({"name": path.stem, "encoder": "gigapath", "extra": json.dumps({})})
         file["coords"].attrs.update({**told, "overlap": 0, "target_magnification": 20})
     return path
@@ -61,7 +55,7 @@ def stamp_file(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["trident", "stamp", "clam", "clam patches", "batched", ".pt", ".npz", ".zarr"]
+    "kind", ["trident", "stamp", "clam", "clam patches", "batched", ".pt", ".npz", ".NPZ", ".zarr"]
 )
 def test_layouts_of_the_field_are_read(tmp_path: Path, kind: str) -> None:
     features, coords = arrays()
@@ -75,8 +69,9 @@ def test_layouts_of_the_field_are_read(tmp_path: Path, kind: str) -> None:
     elif kind == ".zarr":
         zarr.save_group(str(path), features=features, coords=coords)
         zarr.open_group(str(path), mode="r+")["coords"].attrs["patch_size_level0"] = 512
-    elif kind == ".npz":
-        np.savez(path, features=features, coords=coords, patch_size_level0=512)
+    elif kind in (".npz", ".NPZ"):
+        with path.open("wb") as file:
+            np.savez(file, features=features, coords=coords, patch_size_level0=512)
     elif kind == ".pt":
         held = {"tile_embeds": torch.from_numpy(features), "coords": torch.from_numpy(coords)}
         torch.save({**held, "patch_size_level0": 512}, path)
@@ -110,29 +105,23 @@ NAN = FEATURES.clone()
 NAN[7, 3] = float("nan")
 
 
+TILES = {"features": FEATURES, "coords": COORDS}
+
+
 @pytest.mark.parametrize(
     ("message", "held"),
     [
-        (
-            r"must hold features, named features or feats or tile_embeds, got coords, x",
-            {"x": 1, "coords": COORDS},
-        ),
+        ("named features or feats or tile_embeds, got coords, x", {"x": 1, "coords": COORDS}),
         (r"must hold coords, .* got features; CLAM's \.pt files lack them", {"features": FEATURES}),
         (r"must hold coords, .* got features; CLAM's \.pt files lack them", FEATURES),
-        (r"must hold features, .* got nothing", [1]),
-        (
-            r"must be \(n, d\) and \(n, 2\), got \(23, 6\) and \(22, 2\)",
-            {"features": FEATURES, "coords": COORDS[1:]},
-        ),
-        (r"must be \(n, d\) and \(n, 2\), got \(23,\) and", {"features": FEATURES[:, 0], "coords": COORDS}),
-        (r"at least one tile, got features \(0, 6\)", {"features": FEATURES[:0], "coords": COORDS[:0]}),
-        (r"must be floating point, got torch.int64", {"features": COORDS, "coords": COORDS}),
-        (
-            r"features of \S+ must be finite, got NaN or infinity in tile 7",
-            {"features": NAN, "coords": COORDS},
-        ),
-        (r"coords of \S+ must be finite", {"features": FEATURES, "coords": COORDS / 0}),
-        (r"must be arrays of numbers, got 'no'", {"features": "no", "coords": COORDS}),
+        ("must hold features, .* got nothing", [1]),
+        (r"\(n, d\) and \(n, 2\), got \(23, 6\) and \(22, 2\)", {**TILES, "coords": COORDS[1:]}),
+        (r"\(n, d\) and \(n, 2\), got \(23,\) and", {**TILES, "features": FEATURES[:, 0]}),
+        (r"one tile, got features \(0, 6\)", {"features": FEATURES[:0], "coords": COORDS[:0]}),
+        ("must be floating point, got torch.int64", {**TILES, "features": COORDS}),
+        (r"features of \S+ must be finite, got NaN or infinity in tile 7", {**TILES, "features": NAN}),
+        (r"coords of \S+ must be finite", {**TILES, "coords": COORDS / 0}),
+        ("must be arrays of numbers, got 'no'", {**TILES, "features": "no"}),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path: Path, message: str, held: Any) -> None:
@@ -147,13 +136,18 @@ class Hostile:
 
 
 def test_other_files_are_refused_and_no_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"features": FEATURES, "coords": COORDS, "more": Hostile()}, tmp_path / "a.pt")
+    torch.save({**TILES, "more": Hostile()}, tmp_path / "a.pt")
     np.savez(tmp_path / "a.npz", features=np.array([Hostile()], dtype=object), coords=COORDS)
     for name in ("b.pt", "b.npz", "b.h5"):
         (tmp_path / name).write_bytes(b"<html>404</html>")
+    for number, held in enumerate((b"\x80\x02h\x88", b"\x80\x02M\x00", b"\x80\x02b", b"\x80\x02}]]s")):
+        (tmp_path / f"{number}.pt").write_bytes(held)  # what torch.load takes for instructions
+    np.savez(tmp_path / "c.npz", features=FEATURES, coords=COORDS)
+    (tmp_path / "c.npz").write_bytes((tmp_path / "c.npz").read_bytes()[:-30])  # a download that broke off
+    others = ("a.pt", "a.npz", "b.pt", "b.npz", "c.npz", *(f"{number}.pt" for number in range(4)))
     (tmp_path / "b.zarr").mkdir()
     for name, message in (
-        *((name, "must hold tensors and plain data only") for name in ("a.pt", "a.npz", "b.pt", "b.npz")),
+        *((name, "must hold tensors and plain data only") for name in others),
         ("b.h5", "must be an HDF5 file"),
         ("b.zarr", "must be a zarr group"),
         ("slide.svs", r"must be a file of tile features, \.h5, \.hdf5, \.pt"),
@@ -172,7 +166,7 @@ def test_other_files_are_refused_and_no_code_runs(tmp_path: Path, monkeypatch: p
         read_slide(tmp_path / "c.h5")
 
 
-@pytest.mark.parametrize("suffix", [".h5", ".pt", ".npz"])
+@pytest.mark.parametrize("suffix", [".h5", ".pt", ".npz", ".PT", ".NPZ"])
 def test_an_embedding_comes_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"out{suffix}"
     write_embedding(path, {"features": FEATURES[0], "coords": COORDS}, {"tile_size": 512.0, "weights": "w"})
@@ -180,7 +174,7 @@ def test_an_embedding_comes_back(tmp_path: Path, suffix: str) -> None:
         with h5py.File(path) as file:
             held: Any = {**{name: file[name][:] for name in file}, **file.attrs}
     else:
-        held = torch.load(path, weights_only=True) if suffix == ".pt" else dict(np.load(path))
+        held = torch.load(path, weights_only=True) if suffix.lower() == ".pt" else dict(np.load(path))
     assert (held["tile_size"], str(held["weights"])) == (512.0, "w")
     assert torch.equal(torch.as_tensor(held["features"]), FEATURES[0])
     assert torch.equal(torch.as_tensor(held["coords"]), COORDS)
@@ -218,9 +212,7 @@ def trident_extract(path: Path, slide_encoder: Any, device: str) -> np.ndarray:
 class StampEncoder(ABC):
     """stamp.encoding.encoder.Encoder: reads what `stamp preprocess` wrote, and saves an embedding a slide."""
 
-    def __init__(
-        self, model: Any, identifier: str, precision: torch.dtype, required_extractor: list[str]
-    ) -> None:
+    def __init__(self, model: Any, identifier: str, precision: Any, required_extractor: list[str]) -> None:
         self.model, self.identifier, self.precision = model, identifier, precision
         self.required_extractor = required_extractor
 
@@ -228,9 +220,7 @@ class StampEncoder(ABC):
     def _generate_slide_embedding(self, feats: Tensor, device: Any, **kwargs: Any) -> np.ndarray: ...
 
     @abstractmethod
-    def _generate_patient_embedding(
-        self, feats_list: list[Any], device: Any, **kwargs: Any
-    ) -> np.ndarray: ...
+    def _generate_patient_embedding(self, feats_list: list[Any], device: Any, **options: Any) -> Any: ...
 
     def encode_slides(self, output_dir: Path, feat_dir: Path, device: str, generate_hash: bool) -> None:
         self.model.to(device).eval()
@@ -239,23 +229,19 @@ class StampEncoder(ABC):
                 with h5py.File(path) as file:
                     assert file.attrs["extractor"] in self.required_extractor
                     feats = torch.tensor(file["feats"][:], dtype=self.precision)
-                    coords = SimpleNamespace(
-                        coords_um=file["coords"][:], tile_size_um=file.attrs["tile_size_um"]
-                    )
+                    told = {"coords_um": file["coords"][:], "tile_size_um": file.attrs["tile_size_um"]}
+                    coords = SimpleNamespace(**told)
                 out[path.stem] = self._generate_slide_embedding(feats, device, coords=coords)
 
 
-class Bounds:
+class Bounds(dict[str, np.ndarray]):
     """Of a GeoDataFrame: a table with columns by name."""
 
-    def __init__(self, columns: dict[str, np.ndarray]) -> None:
-        self.columns = columns
-
-    def __getitem__(self, names: list[str]) -> Bounds:
-        return Bounds({name: self.columns[name] for name in names})
+    def __getitem__(self, names: Any) -> Any:
+        return Bounds({name: self.get(name) for name in names})
 
     def to_numpy(self) -> np.ndarray:
-        return np.stack(list(self.columns.values()), 1)
+        return np.stack(list(self.values()), 1)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
@@ -283,11 +269,8 @@ def adapter(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **names:
 
 def own(tmp_path: Path, side: int, **options: Any) -> tuple[LongNetViT, Tensor, Tensor]:
     """The encoder for tiles of a side, as Prov-GigaPath's code divides by it, and its input."""
-    model = LongNetViT(WIDTH, 32, 12, **options)
-    segments = model.config.segment_lengths
-    model = LongNetViT.from_pretrained(
-        tmp_path / "slide_encoder.pth", tile_size=side, segment_lengths=segments, **options
-    )
+    options["segment_lengths"] = gigapath_segment_lengths()
+    model = LongNetViT.from_pretrained(tmp_path / "slide_encoder.pth", tile_size=side, **options)
     features, coords = arrays(side)
     return model, torch.from_numpy(features)[None], torch.from_numpy(coords)[None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ def one_process(b: int, n: int, h: int, h_kv: int, **options: Any) -> tuple[Tens
     leaves = [x.requires_grad_() for x in leaves]
     out = dilated_attention_reference(*leaves, **BRANCHES, **options)
     return out.detach(), *torch.autograd.grad(out, leaves, weight)
+
+
+def errors(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
+    return [(x - y).abs().max().item() for x, y in zip(actual, expected, strict=True)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -75,17 +80,13 @@ def torchtitan_errors(rank: int, placed: str) -> list[float]:
     assert isinstance(out, DTensor)
     assert out.placements == (PLACEMENTS[placed],)
     results = out.detach(), *torch.autograd.grad(out, leaves, weight.detach())
-    expected = one_process(*shape, **how)
-    return [
-        (x.full_tensor().transpose(1, 2) - y).abs().max().item()
-        for x, y in zip(results, expected, strict=True)
-    ]
+    return errors((x.full_tensor().transpose(1, 2) for x in results), one_process(*shape, **how))
 
 
 @pytest.mark.parametrize("placed", PLACEMENTS)
 def test_torchtitan_with_tensor_parallelism_is_one_process(placed: str) -> None:
-    errors = run_ranks(2, torchtitan_errors, placed)
-    assert max(max(row) for row in errors) < 1e-10, errors
+    found = run_ranks(2, torchtitan_errors, placed)
+    assert max(max(row) for row in found) < 1e-10, found
 
 
 def local_heads_error(rank: int) -> float:
@@ -201,15 +202,13 @@ def ulysses_errors(rank: int, case: str) -> list[float]:
     out = exchanged(local, *leaves, batch_dim_idx)
     results = out.detach(), *torch.autograd.grad(out, leaves, shards[3])
     expected = (x[:, part] for x in one_process(*shape, **options))
-    return [
-        (x.transpose(0, batch_dim_idx) - y).abs().max().item() for x, y in zip(results, expected, strict=True)
-    ]
+    return errors((x.transpose(0, batch_dim_idx) for x in results), expected)
 
 
 @pytest.mark.parametrize("case", ULYSSES)
 def test_ulysses_is_one_process(case: str) -> None:
-    errors = run_ranks(2, ulysses_errors, case)
-    assert max(max(row) for row in errors) < 1e-10, errors
+    found = run_ranks(2, ulysses_errors, case)
+    assert max(max(row) for row in found) < 1e-10, found
 
 
 def ulysses_messages(rank: int) -> list[str]:

@@ -20,8 +20,10 @@ from dilated_attention_pytorch.modules import LongNetDecoder, LongNetEncoder
 from integrations.transcription import Settings, State, layer_shapes, random_state, stack
 from support.configurations import segment_and_rate
 
+Branch = tuple[int, ...]
 TOLERANCE = 1e-9
 SCALES = [f"layers.{layer}.self_attn.xpos.scale" for layer in range(2)]
+SCALE = (torch.arange(0, 4, 2) + 1.6) / 5.6  # of heads with four features
 LIKE_TORCHSCALE: dict[str, Any] = {"dtype": torch.float64, "detach_mixing": True}
 SHAPE: dict[str, Any] = {"segment_lengths": (16, 40), "dilation_rates": (1, 4), "dim_feedforward": 24}
 
@@ -72,58 +74,53 @@ ENCODERS = [
 @pytest.mark.parametrize("detach_mixing", [True, False])
 @pytest.mark.parametrize(("n", "heads", "segments", "rates"), ENCODERS)
 def test_encoder_equals_transcription(
-    n: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], detach_mixing: bool
+    n: int, heads: int, segments: Branch, rates: Branch, detach_mixing: bool
 ) -> None:
-    state = weights(heads)
-    encoder = encoder_from_torchscale(
-        config("encoder", heads, segments, rates), state, dtype=torch.float64, detach_mixing=detach_mixing
-    )
+    state, how = weights(heads), {"dtype": torch.float64, "detach_mixing": detach_mixing}
+    encoder = encoder_from_torchscale(config("encoder", heads, segments, rates), state, **how)
     assert_equal(encoder, state, Settings(heads, segments, rates, detach_mixing=detach_mixing), n)
 
 
 @pytest.mark.parametrize(
-    ("n", "heads", "segments", "rates", "xpos"),
+    ("n", "heads", "segments", "rates", "base"),
     [
-        (1, 4, (8, 32), (1, 2), True),
-        (63, 3, (16, 40), (1, 4), True),
-        (501, 5, (30, 121, 1000), (1, 4, 16), True),
-        (700, 2, (64, 333), (1, 3), False),
-        (3001, 2, (128, 640), (1, 8), True),
+        (1, 4, (8, 32), (1, 2), 64),
+        (63, 3, (16, 40), (1, 4), 64),
+        (501, 5, (30, 121, 1000), (1, 4, 16), 64),
+        (700, 2, (64, 333), (1, 3), None),
+        (3001, 2, (128, 640), (1, 8), 64),
     ],
 )
 def test_causal_decoder_equals_transcription(
-    n: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], xpos: bool
+    n: int, heads: int, segments: Branch, rates: Branch, base: int | None
 ) -> None:
-    state = weights(heads)
-    positions = {"xpos_rel_pos": xpos, **({"xpos_scale_base": 64} if xpos else {})}
-    constants = dict.fromkeys(SCALES, (torch.arange(0, 4, 2) + 1.6) / 5.6) if xpos else {}
-    given_config = config("decoder", heads, segments, rates, **positions)
-    decoder = decoder_from_torchscale(given_config, {**state, **constants}, **LIKE_TORCHSCALE)
-    assert_equal(decoder, state, Settings(heads, segments, rates, True, xpos_base=64 if xpos else None), n)
+    state, positions, constants = weights(heads), {"xpos_rel_pos": False}, {}
+    if base is not None:
+        positions = {"xpos_rel_pos": True, "xpos_scale_base": base}
+        constants = dict.fromkeys(SCALES, SCALE)
+    told = config("decoder", heads, segments, rates, **positions)
+    decoder = decoder_from_torchscale(told, {**state, **constants}, **LIKE_TORCHSCALE)
+    assert_equal(decoder, state, Settings(heads, segments, rates, True, xpos_base=base), n)
 
 
-def test_decoder_with_cross_attention_equals_transcription() -> None:
+def test_other_layers_equal_transcription() -> None:
+    """With cross attention; and with relu, another epsilon and no sub-layer norms."""
     state, branches = weights(3, cross=True), ((16, 40), (1, 4))
     how = {"cross_attention": "dense", **LIKE_TORCHSCALE}
     decoder = decoder_from_torchscale(config("decoder", 3, *branches), state, **how)
     assert_equal(decoder, state, Settings(3, *branches, True), 63, m=29)
-
-
-def test_relu_without_sub_layer_norms_and_with_another_epsilon_equals_transcription() -> None:
-    state, branches = weights(3, norms=False), ((16, 40), (1, 4))
+    state = weights(3, norms=False)
     more = {"subln": False, "activation_fn": "relu", "layernorm_eps": 1e-3}
     encoder = encoder_from_torchscale(config("encoder", 3, *branches, **more), state, **LIKE_TORCHSCALE)
     assert_equal(encoder, state, Settings(3, *branches, eps=1e-3, activation="relu"), 63)
 
 
 def test_fused_projections_take_the_separate_ones() -> None:
-    state = weights(3)
-    encoder = encoder_from_torchscale(
-        config("encoder", 3, (16, 40), (1, 4)), state, dtype=torch.float64, kind="improved"
-    )
+    state, branches = weights(3), ((16, 40), (1, 4))
+    how = {"dtype": torch.float64, "kind": "improved"}
+    encoder = encoder_from_torchscale(config("encoder", 3, *branches), state, **how)
     x = torch.randn(2, 63, 12, dtype=torch.float64)
-    expected = stack(state, "", x, Settings(3, (16, 40), (1, 4)))
-    assert (encoder(x) - expected).abs().max() < TOLERANCE
+    assert (encoder(x) - stack(state, "", x, Settings(3, *branches))).abs().max() < TOLERANCE
 
 
 @settings(max_examples=40)
@@ -137,14 +134,12 @@ def test_any_pattern_equals_transcription(
     n: int, heads: int, branches: list[tuple[int, int]], is_causal: bool
 ) -> None:
     torch.manual_seed(n)
-    segments, rates = zip(*branches, strict=True)
-    state = weights(heads)
-    how = Settings(heads, segments, rates, is_causal)
+    pattern, state = (heads, *zip(*branches, strict=True)), weights(heads)
     make = decoder_from_torchscale if is_causal else encoder_from_torchscale
-    part = "decoder" if is_causal else "encoder"
-    module = make(config(part, heads, segments, rates), state, dtype=torch.float64)
+    told = config("decoder" if is_causal else "encoder", *pattern)
     x = torch.randn(1, n, 4 * heads, dtype=torch.float64)
-    assert (module(x) - stack(state, "", x, how)).abs().max() < TOLERANCE
+    expected = stack(state, "", x, Settings(*pattern, is_causal))
+    assert (make(told, state, dtype=torch.float64)(x) - expected).abs().max() < TOLERANCE
 
 
 def encoder_of(**options: Any) -> LongNetEncoder:
@@ -184,50 +179,11 @@ def test_names_that_differ_are_reported_and_by_default_an_error_that_changes_not
     assert torch.equal(after["layers.1.ffn.fc2.weight"], state["layers.1.ffn.fc2.weight"])
 
 
-def test_a_wrong_shape_is_an_error_even_if_names_may_differ() -> None:
-    state = random_state(layer_shapes(2, 12, 24), torch.float32)
-    state["layers.0.ffn.fc1.weight"] = torch.zeros(25, 12)
-    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.fc1\.weight must be \(24, 12\), got \(25, 12\)"):
-        load_torchscale_state(encoder_of(), state, strict=False)
-
-
-def test_weights_keep_the_dtype_and_device_of_the_module() -> None:
-    encoder = encoder_of(dtype=torch.bfloat16)
-    state = weights(3)
+def test_weights_keep_the_dtype_of_the_module() -> None:
+    encoder, state = encoder_of(dtype=torch.bfloat16), weights(3)
     load_torchscale_state(encoder, state)
     name = "layers.1.self_attn.q_proj.weight"
     assert torch.equal(encoder.state_dict()[name], state[name].bfloat16())
-    with pytest.raises(ValueError, match="must have memory to be copied to, got the meta device"):
-        load_torchscale_state(encoder_of(device="meta"), state)
-
-
-@pytest.mark.parametrize(
-    ("name", "fact"),
-    [
-        ("relative_position.relative_attention_bias.weight", "relative position bias"),
-        ("layers.1.moe_layer.gate.wg.weight", "mixture of experts"),
-        ("layers.1.self_attn.q_proj.A.weight", "multiway"),
-        ("layers.1.ffn.B.fc1.bias", "multiway"),
-    ],
-)
-def test_what_the_layers_do_not_have_is_refused_by_name(name: str, fact: str) -> None:
-    state = {**weights(3), name: torch.zeros(2)}
-    with pytest.raises(ValueError, match=f"must not have .*{fact}.*{name}"):
-        load_torchscale_state(encoder_of(), state, strict=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_offsets": "interleaved"}, r"need .*head_offsets='blocked'.*got head_offsets='interleaved'"),
-        ({"tail": "exact"}, "got tail='exact' in layer 0"),
-        ({"head_mixing": "grouped"}, "got head_mixing='grouped'"),
-        ({"position_encoding": "xpos"}, r'position_encoding="xpos" needs .*without XPOS'),
-    ],
-)
-def test_a_module_that_attends_otherwise_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_torchscale_state(encoder_of(**options), weights(3))
 
 
 def test_a_decoder_needs_no_phantom_tail_and_xpos_is_checked() -> None:
@@ -242,10 +198,11 @@ def test_a_decoder_needs_no_phantom_tail_and_xpos_is_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load_torchscale_state(module, {**state, scale: given_scale})
-    right = ((torch.arange(0, 4, 2) + 1.6) / 5.6).half()
-    assert load_torchscale_state(turned, {**state, **dict.fromkeys(SCALES, right)}).dropped == tuple(SCALES)
+    right = dict.fromkeys(SCALES, SCALE.half())
+    assert load_torchscale_state(turned, {**state, **right}).dropped == tuple(SCALES)
 
 
+TWICE = {start + name: x for name, x in weights(3).items() for start in ("encoder.", "decoder.")}
 BLOCKS = LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_size": 8}, **SHAPE)
 
 
@@ -263,11 +220,31 @@ BLOCKS = LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_siz
         ({"more": {"embed_tokens.weight": torch.zeros(5, 12)}}, ValueError, "see ignore for 'embed_tokens"),
         ({"state": weights(3, norms=False)}, ValueError, "needs sub_layer_norm=False"),
         ({"state": random_state(layer_shapes(4, 12, 24))}, ValueError, "and 20 more"),
-        (
-            {"state": {p + name: x for name, x in weights(3).items() for p in ("encoder.", "decoder.")}},
-            ValueError,
-            r"names of layers start with 'decoder\.', 'encoder\.': see prefix",
+        ({"state": TWICE}, ValueError, r"layers start with 'decoder\.', 'encoder\.': see prefix"),
+        *(
+            ({"strict": False, "more": {name: torch.zeros(2)}}, ValueError, f"must not have .*{fact}.*{name}")
+            for name, fact in (
+                ("relative_position.relative_attention_bias.weight", "relative position bias"),
+                ("layers.1.moe_layer.gate.wg.weight", "mixture of experts"),
+                ("layers.1.self_attn.q_proj.A.weight", "multiway"),
+                ("layers.1.ffn.B.fc1.bias", "multiway"),
+            )
         ),
+        (
+            {"strict": False, "more": {"layers.0.ffn.fc1.weight": torch.zeros(25, 12)}},
+            ValueError,
+            r"layers\.0\.ffn\.fc1\.weight must be \(24, 12\), got \(25, 12\)",
+        ),
+        # Modules that attend otherwise, or have no memory.
+        (
+            {"module": {"head_offsets": "interleaved"}},
+            ValueError,
+            "need .*='blocked'.*got head_offsets='int",
+        ),
+        ({"module": {"tail": "exact"}}, ValueError, "got tail='exact' in layer 0"),
+        ({"module": {"head_mixing": "grouped"}}, ValueError, "got head_mixing='grouped'"),
+        ({"module": {"position_encoding": "xpos"}}, ValueError, '"xpos" needs .*without XPOS'),
+        ({"module": {"device": "meta"}}, ValueError, "must have memory to be copied to, got the meta device"),
         ({"module": BLOCKS}, ValueError, "dilated attention, got a BlockSparse"),
     ],
     ids=lambda value: "",
@@ -275,7 +252,8 @@ BLOCKS = LongNetEncoder(12, 3, 2, kind="block_sparse", sparse_config={"block_siz
 def test_errors_say_what_a_checkpoint_needs(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    call = {"module": encoder_of(), "state": weights(3), **change}
+    call = {"module": {}, "state": weights(3), **change}
+    call["module"] = encoder_of(**call["module"]) if isinstance(call["module"], dict) else call["module"]
     call["state"] = {**call["state"], **more} if (more := call.pop("more", None)) else call["state"]
     with pytest.raises(error, match=message):
         load_torchscale_state(**call)
@@ -323,20 +301,23 @@ def test_settings_that_cannot_be_honoured_are_refused(more: dict[str, Any], mess
         torchscale_settings({"segment_length": [8], "dilated_ratio": [1], **more})
 
 
-def test_settings_of_another_type_or_part_are_errors() -> None:
-    with pytest.raises(TypeError, match="config must be a mapping of torchscale's settings, got str"):
-        torchscale_settings("[1]")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="part must be one of 'encoder', 'decoder', got 'both'"):
-        torchscale_settings({}, "both")
-    with pytest.raises(TypeError, match="config must have strings as names, got 5"):
-        torchscale_settings({5: 1, "vocab_size": 2})  # type: ignore[dict-item]
-
-
-def test_flags_that_are_text_are_errors() -> None:
-    flags = ["subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"]
-    for name in (*flags, "encoder_normalize_before", "decoder_normalize_before"):
-        with pytest.raises(TypeError, match=f"{name} must be a bool, got 'False'"):
-            torchscale_settings({"segment_length": [8], "dilated_ratio": [1], name: "False"})
+@pytest.mark.parametrize(
+    ("given_config", "part", "message"),
+    [
+        ("[1]", "encoder", "config must be a mapping of torchscale's settings, got str"),
+        ({}, "both", "part must be one of 'encoder', 'decoder', got 'both'"),
+        ({5: 1, "vocab_size": 2}, "encoder", "config must have strings as names, got 5"),
+        *(
+            ({name: "False"}, "encoder", f"{name} must be a bool, got 'False'")
+            for name in ("subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos")
+        ),
+        ({"encoder_normalize_before": "False"}, "encoder", "encoder_normalize_before must be a bool"),
+        ({"decoder_normalize_before": "False"}, "encoder", "decoder_normalize_before must be a bool"),
+    ],
+)
+def test_settings_of_another_type_or_part_are_errors(given_config: Any, part: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        torchscale_settings(given_config, part)
 
 
 def test_the_transcription_tells_wrong_formulas_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_dense, check_device, check_flags, check_float_dtype
+from ..attention_maps import row_index
+from ..checks import check_device, check_flags, check_float_dtype, one_of
 from ..modules.attention import Device, Dtype
 from ..modules.call_checks import explain_mismatch
 from ..modules.longnet import LongNetEncoder
@@ -26,12 +28,17 @@ from ..modules.pretrained import (
     copy_state,
     find_folder,
 )
-from .gigapath_weights import GIGAPATH_FILE, arch_sizes, check_arch, slide_sizes, split_slide_state
-from .slide_maps import encode_with_maps, layer_numbers, maps_one_by_one, row_numbers
-from .tile_grid import cell_embeddings, gigapath_segment_lengths, tile_cells
-from .torchscale import plain_names, read_checkpoint, unwrap_state
+from .slide_maps import encode_with_maps, layer_numbers, maps_one_by_one
+from .tile_grid import cell_embeddings, check_tiles, gigapath_segment_lengths, tile_cells
+from .torchscale import Tensors, plain_names, read_checkpoint, split_torchscale_state, unwrap_state
 
+GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
+# The names under which Prov-GigaPath registers sizes; the feed-forward is 4 * embed_dim wide in each.
+ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
+    f"gigapath_slide_enc{depth}l{d}d": {"in_chans": tiles, "embed_dim": d, "depth": depth, "nhead": 16}
+    for tiles, d, depth in ((1536, 768, 12), (384, 384, 12), (1536, 1024, 24), (1536, 1536, 12))
+}
 _HUB_PREFIX = "hf_hub:"  # of timm's names of repositories, which Prov-GigaPath's code takes
 
 _Model = TypeVar("_Model", bound="LongNetViT")
@@ -104,10 +111,9 @@ class LongNetViT(PretrainedModel):
         if settings.get("dim_feedforward") is None:
             settings["dim_feedforward"] = 4 * embed_dim
         if max_wsi_size is not None:
-            for name in ("segment_lengths", "max_length"):
-                if settings.get(name) is not None:
-                    both = f"{max_wsi_size} and {name}={settings[name]}"
-                    raise ValueError(f"max_wsi_size gives segment_lengths, got both, {both}")
+            names = ("segment_lengths", "max_length")
+            if both := " ".join(f"{x}={settings[x]}" for x in names if settings.get(x) is not None):
+                raise ValueError(f"max_wsi_size gives segment_lengths, got both, {max_wsi_size} and {both}")
             tile_size = settings.get("tile_size", LongNetViTConfig.tile_size)
             settings["segment_lengths"] = gigapath_segment_lengths(max_wsi_size, tile_size)
         settings |= {"in_chans": in_chans, "d_model": embed_dim, "num_layers": depth, "nhead": nhead}
@@ -130,9 +136,10 @@ class LongNetViT(PretrainedModel):
         """A new model of the sizes that Prov-GigaPath gives a name, with initial weights.
 
         `gigapath_slide_enc12l768d` is Prov-GigaPath's, `gigapath_slide_enc12l384d` that of GigaPath-Flash;
-        `gigapath_weights.ARCHITECTURES` holds all. `options` are arguments of the class.
+        `ARCHITECTURES` holds all. `options` are arguments of the class.
         """
-        return cls(**{**arch_sizes(arch), **options})
+        one_of("arch", arch, tuple(ARCHITECTURES))
+        return cls(**{**ARCHITECTURES[arch], **options})
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew, as after `.to_empty()` of a model made on the meta device."""
@@ -159,18 +166,18 @@ class LongNetViT(PretrainedModel):
             padding_mask: (b, n) bool, True where there is no tile. What is there is not read, so each slide
                 has the embedding that it has alone; only slides of one number of tiles run together.
         """
+        if padding_mask is None:
+            return [self._pool(state) for state in self.forward_features(x, coords, all_layer_embed)]
         self._check(x, coords, padding_mask)
         check_flags(all_layer_embed=all_layer_embed)
-        if padding_mask is None:
-            return self._embed(x, coords, all_layer_embed)
-        kept = self._kept(padding_mask)
+        kept = ~padding_mask
         counts = kept.sum(1).tolist()
         groups = [[row for row, each in enumerate(counts) if each == count] for count in sorted(set(counts))]
         found = []
         for rows in groups:
             tiles, places = (each[rows][kept[rows]] for each in (x, coords))
             tiles, places = (each.view(len(rows), -1, each.shape[-1]) for each in (tiles, places))
-            found.append(self._embed(tiles, places, all_layer_embed))
+            found.append(self.forward(tiles, places, all_layer_embed))
         order = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
         return [torch.cat(states)[order] for states in zip(*found, strict=True)]
 
@@ -181,7 +188,9 @@ class LongNetViT(PretrainedModel):
         """
         self._check(x, coords, None)
         check_flags(all_layer_embed=all_layer_embed)
-        return self._states(x, coords, all_layer_embed)
+        out = self.encoder(self._tokens(x, coords), return_all=all_layer_embed)
+        states: list[Tensor] = out[1] if all_layer_embed else [out]
+        return states
 
     @torch.no_grad()
     def attention_maps(
@@ -217,14 +226,15 @@ class LongNetViT(PretrainedModel):
         self._check(tiles, coords, padding_mask)
         check_flags(rollout=rollout, relative=relative, return_embedding=return_embedding)
         chosen = layer_numbers(layers, self.config.num_layers)
-        index = row_numbers(rows, tiles.shape[1], tiles.device, pooled=self.config.global_pool)
+        rows = [0] if rows is None and not self.config.global_pool else rows
+        index = None if rows is None else row_index(rows, 1 + tiles.shape[1], tiles.device)
         if padding_mask is None:
             how = (index, chosen, rollout, relative)
             maps, states = encode_with_maps(self.encoder, self._tokens(tiles, coords), *how)
             embedding = self._pool(states)
         else:
             alone = partial(self.attention_maps, layers=layers, rollout=rollout, relative=relative)
-            maps, embedding = maps_one_by_one(alone, tiles, coords, index, self._kept(padding_mask))
+            maps, embedding = maps_one_by_one(alone, tiles, coords, index, ~padding_mask)
         return (maps, embedding) if return_embedding else maps
 
     @classmethod
@@ -275,17 +285,9 @@ class LongNetViT(PretrainedModel):
         assign_tensors(model, state, dtype=dtype, source=str(path))
         return model.eval()
 
-    def _embed(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
-        return [self._pool(state) for state in self._states(x, coords, all_layers)]
-
     def _pool(self, state: Tensor) -> Tensor:
         pooled: Tensor = self.norm(state[:, 1:].mean(1) if self.config.global_pool else state[:, 0])
         return pooled
-
-    def _states(self, x: Tensor, coords: Tensor, all_layers: bool) -> list[Tensor]:
-        out = self.encoder(self._tokens(x, coords), return_all=all_layers)
-        states: list[Tensor] = out[1] if all_layers else [out]
-        return states
 
     def _tokens(self, x: Tensor, coords: Tensor) -> Tensor:
         """The input (b, 1 + n, embed_dim) of the first layer."""
@@ -300,41 +302,11 @@ class LongNetViT(PretrainedModel):
         tokens: Tensor = self.dropout(torch.cat([cls_token.expand(len(x), -1, -1), tiles], 1))
         return tokens
 
-    def _kept(self, padding_mask: Tensor) -> Tensor:
-        kept = ~padding_mask
-        if not all(counts := kept.sum(1).tolist()):
-            raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
-        return kept
-
     def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
-        for name, tensor in {"x": x, "coords": coords, "padding_mask": padding_mask}.items():
-            if tensor is None and name == "padding_mask":
-                continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            check_dense(name, tensor)
-            if tensor.device != x.device:
-                raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-        if not x.is_floating_point():
-            raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
-        in_chans, shape = self.config.in_chans, tuple(x.shape)
-        if len(shape) != 3 or shape[2] != in_chans or 0 in shape:
-            rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
-            raise ValueError(f"{rule}, got {shape}")
-        if coords.shape != (*shape[:2], 2):
-            shapes = f"{tuple(coords.shape)} for x {shape}"
-            raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
-        if padding_mask is not None and padding_mask.dtype != torch.bool:
-            rule = "padding_mask must be a bool tensor, True where there is no tile"
-            raise TypeError(f"{rule}, got {padding_mask.dtype}")
-        if padding_mask is not None and padding_mask.shape != shape[:2]:
-            shapes = f"{tuple(padding_mask.shape)} for x {shape}"
-            raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
+        check_tiles(x, coords, padding_mask, self.config.in_chans)
         if self.encoder.is_sharded:
-            raise ValueError(
-                "each process must have whole slides, which start with a class token, got attention over a "
-                "sequence that several processes share"
-            )
+            rule = "each process must have whole slides, which start with a class token"
+            raise ValueError(f"{rule}, got attention over a sequence that several processes share")
 
 
 def load_gigapath_state(
@@ -352,3 +324,34 @@ def load_gigapath_state(
     named, outside = plain_names(unwrap_state(state, source="state"), prefix)
     found, dropped = split_slide_state(model.encoder, named)
     return replace(copy_state(model, found, strict=strict), dropped=dropped, outside=outside)
+
+
+def split_slide_state(encoder: LongNetEncoder, named: Tensors) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors of Prov-GigaPath by our names, and the names of what is computed or checked here."""
+    inside, outside = plain_names(named, "encoder.")
+    layers, constants = split_torchscale_state(encoder, inside)
+    state = {name: named[name] for name in outside} | {f"encoder.{name}": x for name, x in layers.items()}
+    table = () if state.pop("pos_embed", None) is None else ("pos_embed",)
+    return state, (*table, *(f"encoder.{name}" for name in constants))
+
+
+def slide_sizes(state: Tensors, *, source: str) -> dict[str, int]:
+    """The arguments of `LongNetViT` that the shapes of a state dict tell."""
+    for name in ("patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight"):
+        if name not in state or state[name].dim() != 2:
+            got = f"one of {tuple(state[name].shape)}" if name in state else "none"
+            raise ValueError(f"{source} must hold a slide encoder with a matrix {name}, got {got}")
+    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
+    layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
+    sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
+    return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}
+
+
+def check_arch(arch: str | None, sizes: Mapping[str, Any], *, source: str) -> None:
+    """Raises where sizes are not those of the name; what they do not tell, as the heads, is."""
+    if arch is None:
+        return
+    one_of("arch", arch, tuple(ARCHITECTURES))
+    wanted = ARCHITECTURES[arch]
+    if odd := {name: sizes[name] for name, size in wanted.items() if sizes.get(name, size) != size}:
+        raise ValueError(f"{source} must have the sizes of {arch}, {dict(wanted)}, got {odd}")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_maps import row_index
 from ..checks import check_positive_int
 from ..modules.longnet import LongNetEncoder
 
@@ -28,22 +27,13 @@ def layer_numbers(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(range(depth))
     try:
-        chosen = [int(layer) for layer in layers]
-    except (TypeError, ValueError):
+        chosen = [range(depth)[int(layer)] for layer in layers]
+    except (TypeError, ValueError, IndexError):
         chosen = []
-    if not chosen or any(not -depth <= layer < depth for layer in chosen):
+    if not chosen:
         rule = f"layers must be a non-empty list of integers between {-depth} and {depth - 1}"
         raise ValueError(f"{rule}, got {layers!r}")
-    return [layer % depth for layer in chosen]
-
-
-def row_numbers(
-    rows: Sequence[int] | Tensor | None, n: int, device: torch.device, *, pooled: bool
-) -> Tensor | None:
-    """Positions of chosen tokens among a class token and n tiles; None for the mean over all tiles."""
-    if rows is None and pooled:
-        return None
-    return row_index([0] if rows is None else rows, 1 + n, device)
+    return chosen
 
 
 def maps_one_by_one(
@@ -68,30 +58,23 @@ def maps_one_by_one(
 
 
 def encode_with_maps(
-    encoder: LongNetEncoder,
-    x: Tensor,
-    rows: Tensor | None,
-    layers: Sequence[int],
-    rollout: bool,
-    relative: bool,
+    encoder: LongNetEncoder, x: Tensor, rows: Tensor | None, layers: list[int], rollout: bool, relative: bool
 ) -> tuple[Tensor, Tensor]:
     """Maps of `LongNetViT.attention_maps` over tokens (b, 1 + n, d), and the encoder's output."""
     stack: list[Any] = list(encoder.layers)
-    found, inputs = {}, {}
+    found = {}  # maps of layers, or for a rollout their inputs
     for number, layer in enumerate(stack):
-        if number in layers and rollout:
-            inputs[number] = x
-        elif number in layers:
-            found[number] = _layer_map(layer, x, rows)
+        if number in layers:
+            found[number] = x if rollout else _layer_map(layer, x, rows)
         x = layer(x)
     out = x if encoder.layer_norm is None else encoder.layer_norm(x)
     start, blank = _start(x, rows), torch.zeros_like(x)
-    maps = _roll_out(stack, inputs, start) if rollout else torch.stack([found[each] for each in layers], 1)
-    if relative and rollout:
-        alike = _roll_out(stack, dict.fromkeys(layers, blank), start)
-    elif relative:
-        alike = torch.stack([_layer_map(stack[each], blank, rows) for each in layers], 1)
+    maps = _roll_out(stack, found, start) if rollout else torch.stack([found[each] for each in layers], 1)
     if relative:
+        if rollout:
+            alike = _roll_out(stack, dict.fromkeys(layers, blank), start)
+        else:
+            alike = torch.stack([_layer_map(stack[each], blank, rows) for each in layers], 1)
         maps = torch.where(alike > 0, maps / alike, 0.0)
     tiles = maps[..., 1:]
     total = tiles.sum(-1, keepdim=True)
@@ -125,9 +108,7 @@ def _start(x: Tensor, rows: Tensor | None) -> Tensor:
         weights = torch.full((b, 1, n), 1.0 / (n - 1), dtype=dtype, device=x.device)
         weights[..., 0] = 0.0
         return weights
-    weights = torch.zeros(b, len(rows), n, dtype=dtype, device=x.device)
-    weights[:, torch.arange(len(rows), device=x.device), rows] = 1.0
-    return weights
+    return torch.nn.functional.one_hot(rows, n).to(dtype).expand(b, -1, -1)
 
 
 def heat_map(coords: Tensor, weights: Tensor, tile_size: float, *, pixels: int = 1024) -> Tensor:
@@ -157,9 +138,8 @@ def heat_map(coords: Tensor, weights: Tensor, tile_size: float, *, pixels: int =
     cells = cells - cells.amin(0)
     width, height = (1 + cells.amax(0)).tolist()
     if width * height > _MAX_CELLS:
-        raise ValueError(
-            f"the grid must have at most {_MAX_CELLS} cells of tile_size, got {width} x {height}"
-        )
+        rule = f"the grid must have at most {_MAX_CELLS} cells of tile_size"
+        raise ValueError(f"{rule}, got {width} x {height}")
     place = cells[:, 1] * width + cells[:, 0]
     counts = torch.zeros(height * width, dtype=torch.float64).index_add_(0, place, torch.ones_like(weights))
     sums = torch.zeros_like(counts).index_add_(0, place, weights)
@@ -184,9 +164,7 @@ def write_png(path: str | Path, image: Tensor) -> None:
     lines = torch.nn.functional.pad(image.cpu().reshape(height, -1), (1, 0))  # each begins with "no filter"
     held = zlib.compress(lines.contiguous().view(-1).numpy().tobytes(), 6)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, red green blue
-    chunks = ((b"IHDR", head), (b"IDAT", held), (b"IEND", b""))
-    written = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    ]
-    Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(written))
+    written = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", head), (b"IDAT", held), (b"IEND", b"")):
+        written += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    Path(path).write_bytes(written)

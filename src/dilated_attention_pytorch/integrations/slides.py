@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
 from ..modules.pretrained import replacing
+from .torchscale import UNREADABLE
 
 FEATURES = ("features", "feats", "tile_embeds")  # of TRIDENT and CLAM, of STAMP, of Prov-GigaPath's pipeline
 HDF5 = (".h5", ".hdf5")
+_BROKEN: tuple[type[Exception], ...] = (OSError, BadZipFile, *UNREADABLE)
 SUFFIXES = (*HDF5, ".pt", ".pth", ".npz", ".zarr")
 
 
@@ -54,7 +56,11 @@ def read_slide(path: str | Path) -> Slide:
         if name is None:
             raise ValueError(f"{path} must hold features, named {' or '.join(FEATURES)}, got {names}")
         if "coords" not in held:
-            hint = "; CLAM's .pt files lack them, its .h5 files have them" if path.suffix == ".pt" else ""
+            hint = (
+                "; CLAM's .pt files lack them, its .h5 files have them"
+                if path.suffix.lower() == ".pt"
+                else ""
+            )
             raise ValueError(f"{path} must hold coords, the places of its tiles, got {names}{hint}")
         features, coords = _tensor(held[name]), _tensor(held["coords"])
     features, coords = (x.squeeze(0) if x.dim() == 3 else x for x in (features, coords))
@@ -63,8 +69,8 @@ def read_slide(path: str | Path) -> Slide:
 
 
 def _check(path: Path, features: Tensor, coords: Tensor) -> None:
-    shapes = f"{tuple(features.shape)} and {tuple(coords.shape)}"
     if features.dim() != 2 or coords.shape != (len(features), 2):
+        shapes = f"{tuple(features.shape)} and {tuple(coords.shape)}"
         raise ValueError(f"features and coords of {path} must be (n, d) and (n, 2), got {shapes}")
     if not features.numel():
         raise ValueError(f"{path} must have at least one tile, got features {tuple(features.shape)}")
@@ -99,22 +105,18 @@ def _opened(path: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
     except (OSError, ValueError) as error:
         what = "an HDF5 file" if kind in HDF5 else "a zarr group"
         raise ValueError(f"{path} must be {what}, got: {error}") from error
-    try:
-        told = dict(file.attrs) | (dict(file["coords"].attrs) if "coords" in file else {})
-        yield file, told
-    finally:
-        if kind in HDF5:
-            file.close()
+    with file if kind in HDF5 else nullcontext():
+        yield file, dict(file.attrs) | (dict(file["coords"].attrs) if "coords" in file else {})
 
 
 def _load(path: Path) -> Mapping[str, Any]:
     """The dict in a file of torch.save or numpy.savez."""
     try:
-        if path.suffix == ".npz":
-            with _need("numpy").load(path, allow_pickle=False) as file:
+        if path.suffix.lower() == ".npz":
+            with open(path, "rb") as opened, _need("numpy").load(opened, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+    except _BROKEN as error:
         raise ValueError(f"{path} must hold tensors and plain data only, got: {error!r}") from error
     if isinstance(held, Mapping):
         return held
@@ -142,13 +144,14 @@ def write_embedding(path: Path, arrays: Mapping[str, Tensor], told: Mapping[str,
 
     The embedding is `features` (d,), as in TRIDENT's slide features. A file that is there is replaced.
     """
-    if path.suffix.lower() not in (*HDF5, ".pt", ".npz"):
+    kind = path.suffix.lower()
+    if kind not in (*HDF5, ".pt", ".npz"):
         raise ValueError(f"an embedding must be written as .h5, .pt or .npz, got {path}")
     held = {name: x.cpu() for name, x in arrays.items()}
     with replacing(path) as new:
-        if path.suffix == ".pt":
+        if kind == ".pt":
             torch.save({**held, **told}, new)
-        elif path.suffix == ".npz":
+        elif kind == ".npz":
             with open(new, "wb") as file:
                 _need("numpy").savez(file, **{name: x.numpy() for name, x in held.items()}, **told)
         else:

@@ -1,4 +1,4 @@
-"""The grid of a slide's tiles: cells of coordinates, embeddings of cells, segment lengths for its size."""
+"""Tiles of a slide: what they must be, cells of coordinates, embeddings of cells, segment lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import check_positive_int
+from ..checks import check_dense, check_positive_int
 
 _FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
 
@@ -74,3 +74,33 @@ def cell_embeddings(cells: Tensor, width: int, slide_ngrids: int, dtype: torch.d
     angle = torch.arange(slide_ngrids, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-step
     axis = torch.cat([angle.sin(), angle.cos()], -1).to(cells.device, dtype)
     return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)
+
+
+def check_tiles(x: Tensor, coords: Tensor, padding_mask: Tensor | None, in_chans: int) -> None:
+    """Raises unless these are tiles (b, n, in_chans), their coordinates, and where there is no tile."""
+    given = {"x": x, "coords": coords} | ({} if padding_mask is None else {"padding_mask": padding_mask})
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
+    shape = tuple(x.shape)
+    if len(shape) != 3 or shape[2] != in_chans or 0 in shape:
+        rule = f"x must have the shape (b, n, in_chans) with in_chans {in_chans} and at least one tile"
+        raise ValueError(f"{rule}, got {shape}")
+    if coords.shape != (*shape[:2], 2):
+        shapes = f"{tuple(coords.shape)} for x {shape}"
+        raise ValueError(f"coords must have the shape (b, n, 2), a pair for each tile of x, got {shapes}")
+    if padding_mask is None:
+        return
+    if padding_mask.dtype != torch.bool:
+        rule = "padding_mask must be a bool tensor, True where there is no tile"
+        raise TypeError(f"{rule}, got {padding_mask.dtype}")
+    if padding_mask.shape != shape[:2]:
+        shapes = f"{tuple(padding_mask.shape)} for x {shape}"
+        raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
+    if not all(counts := (~padding_mask).sum(1).tolist()):
+        raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")

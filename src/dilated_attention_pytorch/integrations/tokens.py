@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_maps import attention_rows
+from ..checks import document_bounds
 from ..core.tracing import uncompiled
 from ..decode import attend_last
 from ..functional import dilated_attention
@@ -35,19 +36,12 @@ class TokenMask:
     """What the attention of a layer may see. Models hand it on; those that read it themselves get an error.
 
     The mask tells causality, and not the layer: eager attention, too, obeys its mask alone.
-
-    Attributes:
-        is_causal: whether a token sees only those before it.
-        tokens: None where all places hold tokens; bool (b, N), True at tokens; or int32 (b, N), the number of
-            each token's document in its row. Shorter than the keys of a static cache.
-        pairs: bool (b, 1, n, N), for a layer that keeps its own attention.
-        refusal: why no layer can use this mask. Models make masks for layers that they may not have.
     """
 
     is_causal: bool
-    tokens: Tensor | None = None
-    pairs: Tensor | None = None
-    refusal: str | None = None
+    tokens: Tensor | None = None  # (b, N) as above, shorter than the keys of a static cache; None: all places
+    pairs: Tensor | None = None  # bool (b, 1, n, N), for a layer that keeps its own attention
+    refusal: str | None = None  # why no layer can use it: models make masks for layers that they may not have
 
     ndim: ClassVar[int] = 4  # as the masks have that transformers takes for ready
 
@@ -94,33 +88,28 @@ def dilated_attention_mask(
     sizes, end = (batch_size, q_length, kv_length), int(q_offset) + q_length
     settings = getattr(config, "dilated_attention", None) or {}
     if local_size is not None and settings.get("sliding_layers") == "own":
-        never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        places = {"q_offset": q_offset, "kv_offset": kv_offset, "use_vmap": use_vmap, "device": device}
-        masks = {"mask_function": mask_function, "attention_mask": attention_mask}
-        return TokenMask(is_causal, pairs=sdpa_mask(*sizes, **{**kwargs, **places, **masks, **never}))
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
+        kwargs |= {"q_offset": q_offset, "kv_offset": kv_offset, "use_vmap": use_vmap}
+        kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        return TokenMask(is_causal, pairs=sdpa_mask(*sizes, **kwargs))
     try:
         for name, value in {"local_size": local_size, "kv_offset": kv_offset or None}.items():
             if value is not None:
                 raise ValueError(f"dilated attention cannot honour {SLIDING_WINDOW}, got {name}={value}")
         if use_vmap:
             raise ValueError("dilated attention cannot honour a mask function of the model's own")
-        return TokenMask(is_causal, _tokens(*sizes, end, mask_function, attention_mask, device))
+        return TokenMask(is_causal, _tokens(sizes, end, mask_function, attention_mask, device))
     except ValueError as error:
         return TokenMask(is_causal, refusal=str(error))
 
 
 def _tokens(
-    b: int,
-    n: int,
-    total: int,
-    end: int,
-    mask_function: Callable[..., Any] | None,
-    attention_mask: Tensor | None,
-    device: torch.device | str,
+    sizes: tuple[int, int, int], end: int, mask_function: Any, attention_mask: Tensor | None, device: Any
 ) -> Tensor | None:
     """`TokenMask.tokens` of n new of `end` tokens so far; a static cache has room for more, `total`."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    b, n, total = sizes
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         if not n == end == total or attention_mask is not None:
             raise ValueError("dilated attention cannot honour a mask function of the model's own")
@@ -130,17 +119,13 @@ def _tokens(
     if attention_mask is None:
         return None if end == total else torch.ones(b, end, dtype=torch.bool, device=device)
     if attention_mask.shape[1] < end or bool(attention_mask[:, end:].any()):
-        raise ValueError(
-            f"attention_mask must cover the {end} tokens so far, those in the cache too, and no others, "
-            f"got shape {tuple(attention_mask.shape)}"
-        )
+        rule = f"attention_mask must cover the {end} tokens so far, those in the cache too, and no others"
+        raise ValueError(f"{rule}, got shape {tuple(attention_mask.shape)}")
     mask = attention_mask[:, :end].bool()
     return None if end == total and bool(mask.all()) else mask
 
 
-def _documents(
-    mask_function: Callable[..., Any], b: int, n: int, device: torch.device | str
-) -> Tensor | None:
+def _documents(mask_function: Callable[..., Any], b: int, n: int, device: Any) -> Tensor | None:
     """Numbers of the documents (b, n) of a mask that is causal within each; other masks are refused."""
     rows = torch.arange(b, device=device)[:, None]
     here = torch.arange(n, device=device)[None].expand(b, n)
@@ -153,10 +138,55 @@ def _documents(
     return None if bool(joined.all()) else is_first.cumsum(1, dtype=torch.int32)
 
 
+def checked_mask(
+    mask: Tensor | None, boundaries: Tensor | None, key_boundaries: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """The mask of a call; boundaries of documents, as for flash attention, become one."""
+    (b, n), total = q.shape[:2], k.shape[1]
+    if mask is not None:
+        # A mask of a model's own making, which is int64 or float, must not pass for the numbers of documents.
+        is_ours = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype in (torch.bool, torch.int32)
+        if not is_ours or mask.shape[0] != b or not n <= mask.shape[1] <= total:
+            rule = "attention_mask must be bool with one entry a token, (b, N), not one a pair of tokens"
+            kind = getattr(mask, "dtype", type(mask).__name__)
+            shapes = f"{tuple(getattr(mask, 'shape', ()))} for {tuple(k.shape[:2])} keys"
+            raise ValueError(f"{rule}, got {kind} of shape {shapes}")
+    if boundaries is not None or key_boundaries is not None:
+        is_padded = mask is not None and mask.dtype == torch.bool
+        if b != 1 or is_padded:
+            rule = "cu_seq_lens_q must pack documents into one row without padding"
+            raise ValueError(f"{rule}, got {b} rows{' with padding' if is_padded else ''}")
+        mask = _packed(boundaries, key_boundaries, total, q.device)
+    if mask is not None and mask.dtype != torch.bool and n != total:
+        raise ValueError(f"packed documents cannot continue from a cache, got {n} of {total} tokens")
+    return mask
+
+
+@uncompiled
+def _packed(boundaries: Any, key_boundaries: Any, n: int, device: torch.device) -> Tensor:
+    """Numbers of the documents (1, n) between boundaries, which must be those of queries and keys alike."""
+    bounds = []
+    for name, given in (("cu_seq_lens_q", boundaries), ("cu_seq_lens_k", key_boundaries)):
+        if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+            kind = getattr(given, "dtype", type(given).__name__)
+            raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
+        if given.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {tuple(given.shape)}")
+        try:
+            bounds.append(document_bounds(given, n))
+        except ValueError as error:
+            raise ValueError(f"{name} must hold the boundaries of documents: {error}") from error
+    if bounds[0] != bounds[1]:
+        raise ValueError("cu_seq_lens_q must equal cu_seq_lens_k, documents attend to themselves, got others")
+    places, ends = torch.arange(n, device=device), torch.tensor(bounds[0], device=device)
+    return torch.bucketize(places, ends, right=True, out_int32=True)[None]
+
+
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """All places of each row, (b, N, h, d), with the options of `dilated_attention`; differentiable."""
-    out: Tensor
-    out = dilated_attention(q, k, v, **options) if mask is None else _attend_packed(q, k, v, mask, options)
+    if mask is not None:
+        return _attend_packed(q, k, v, mask, options)
+    out: Tensor = dilated_attention(q, k, v, **options)
     return out
 
 
@@ -189,9 +219,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[
     return out if is_packed or options.get("is_causal") else _attend_first(out, q, k, v, mask, options)
 
 
-def _attend_first(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _attend_first(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Any) -> Tensor:
     """`out` with padded first places filled in, one row after the other: few batches have them."""
     options = {name: value for name, value in options.items() if name in OF_ATTENTION_ROWS}
     for row in (mask.any(1) & ~mask[:, 0]).nonzero()[:, 0]:

@@ -30,6 +30,10 @@ from ..modules.pretrained import (
     regroup_projections,
 )
 
+Stack = LongNetEncoder | LongNetDecoder
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Names = Sequence[str]
 _PARTS = ("encoder", "decoder")
 # torchscale's name: this library's name, and torchscale's default.
 _SIZES = {
@@ -49,7 +53,7 @@ _SHARED = {
     "checkpoint_activations": ("checkpoint_activations", False),
 }
 _FLAGS = {"subln", "checkpoint_activations", "normalize_output", "xpos_rel_pos"}
-_FLAGS |= {"encoder_normalize_before", "decoder_normalize_before"}
+_FLAGS |= {f"{part}_normalize_before" for part in _PARTS}
 # The only value that can be honoured, and what another would ask for.
 _FIXED = {
     "deepnorm": (False, "residuals scaled by DeepNorm"),
@@ -62,22 +66,21 @@ _FIXED = {
 # Of embeddings, output layers, experts that are not there, training machines, and flash-attn.
 _WITHOUT_EFFECT = {
     *("bert_init", "block_shift", "ddp_rank", "flash_attention", "fsdp", "img_size", "in_chans"),
-    *("max_source_positions", "max_target_positions", "moe_eval_capacity_token_fraction"),
+    *("max_source_positions", "max_target_positions", "moe_eval_capacity_token_fraction", "vocab_size"),
     *("moe_expert_count", "moe_gating_use_fp32", "moe_normalize_gate_prob_before_dropping"),
     *("moe_second_expert_policy", "moe_top1_expert", "no_output_layer", "patch_size", "seq_parallel"),
     *("share_all_embeddings", "share_decoder_input_output_embed", "share_encoder_input_output_embed"),
-    *("vocab_size",),
 }
+_BIAS = ("rel_pos_buckets", "max_rel_pos")
 _OWN = {
-    *("segment_length", "dilated_ratio", "normalize_output", "xpos_rel_pos", "xpos_scale_base"),
-    *("rel_pos_buckets", "max_rel_pos"),
+    *("segment_length", "dilated_ratio", "normalize_output", "xpos_rel_pos", "xpos_scale_base", *_BIAS),
     *(f"{part}_{name}" for part in _PARTS for name in (*_SIZES, "normalize_before")),
 }
 # Keys under which training scripts put the weights.
 _HOLDERS = ("model", "state_dict")
 # What torch.load raises for bytes that it did not write: it takes them for instructions, and obeys some.
-_UNREADABLE: tuple[type[Exception], ...] = (pickle.UnpicklingError, struct.error, EOFError, RuntimeError)
-_UNREADABLE += (LookupError, ValueError, TypeError, AttributeError, AssertionError)
+UNREADABLE: tuple[type[Exception], ...] = (pickle.UnpicklingError, struct.error, EOFError, RuntimeError)
+UNREADABLE += (LookupError, ValueError, TypeError, AttributeError, AssertionError)
 # What wrappers of torch and fairscale put into names.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_fpw_module.", "_orig_mod.")
 _REFUSED = {
@@ -89,21 +92,18 @@ _OUTSIDE_LAYERS = ("embed_tokens.", "embed_positions.", "output_projection.", "l
 
 
 def read_checkpoint(path: Path, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The state dict in a file, on `device` (the CPU by default).
+    """The state dict in a file, `.safetensors` or else of `torch.save`, on `device` (the CPU by default).
 
-    The name decides: `.safetensors`, or else what `torch.save` writes. That may be a state dict, or a dict
-    with a state dict under "model" or "state_dict". Pickled objects other than tensors and plain data are
-    refused.
+    See `unwrap_state`. Pickled objects other than tensors and plain data are refused.
     """
     check_has_memory(device)
     if path.suffix == ".safetensors":
         return read_tensors(path, device=device)
     try:
         held = torch.load(path, map_location="cpu" if device is None else device, weights_only=True)
-    except _UNREADABLE as error:
-        raise ValueError(
-            f"{path} must be a file of torch.save that holds tensors and plain data only, got: {error!r}"
-        ) from error
+    except UNREADABLE as error:
+        rule = f"{path} must be a file of torch.save that holds tensors and plain data only"
+        raise ValueError(f"{rule}, got: {error!r}") from error
     return unwrap_state(held, source=str(path))
 
 
@@ -118,12 +118,11 @@ def unwrap_state(held: Any, *, source: str) -> dict[str, Tensor]:
             return dict(held)
         others = (f"{key!r}: a {type(x).__name__}" for key, x in held.items() if not isinstance(x, Tensor))
         odd = next(others, "{}")
-    raise ValueError(
-        f"{source} must be a state dict, or hold one under {' or '.join(map(repr, _HOLDERS))}, got {odd}"
-    )
+    rule = f"{source} must be a state dict, or hold one under {' or '.join(map(repr, _HOLDERS))}"
+    raise ValueError(f"{rule}, got {odd}")
 
 
-def plain_names(state: Mapping[str, Tensor], prefix: str = "") -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def plain_names(state: Tensors, prefix: str = "") -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Tensors by name without wrappers and `prefix`, and the names that do not start with it."""
     check_state(state)
     if not isinstance(prefix, str):
@@ -143,9 +142,7 @@ def plain_names(state: Mapping[str, Tensor], prefix: str = "") -> tuple[dict[str
     return named, tuple(outside)
 
 
-def split_torchscale_state(
-    stack: LongNetEncoder | LongNetDecoder, named: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def split_torchscale_state(stack: Stack, named: Tensors) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The tensors by the names of `stack`, and the names of constants, which are checked.
 
     Raises unless the layers attend as torchscale's do.
@@ -159,14 +156,15 @@ def split_torchscale_state(
     dropped = {name: found.pop(name) for name in named if constants.fullmatch(name)}
     for path, attention in stack.named_modules():
         if isinstance(attention, MultiheadModule):
-            if not named.keys().isdisjoint((f"{path}.out_proj.weight", f"{path}.xpos.scale")):
-                _check_xpos(attention, f"{path}.xpos.scale", dropped)
+            scale = f"{path}.xpos.scale"
+            if f"{path}.out_proj.weight" in named or scale in named:
+                _check_xpos(attention, scale, dropped.get(scale))
             if attention.fused_qkv:
                 regroup_projections(found, f"{path}.", fused=True)
     return found, tuple(dropped)
 
 
-def _check_pattern(stack: LongNetEncoder | LongNetDecoder) -> None:
+def _check_pattern(stack: Stack) -> None:
     needed = {"head_mixing": "all", "head_offsets": "blocked"}
     if isinstance(stack, LongNetEncoder):  # phantom keys lie after every query of a causal decoder
         needed["tail"] = "phantom"
@@ -181,17 +179,15 @@ def _check_pattern(stack: LongNetEncoder | LongNetDecoder) -> None:
             raise ValueError(f"torchscale's weights need {rule}, got {', '.join(wrong)} in layer {number}")
 
 
-def _check_xpos(attention: MultiheadModule, name: str, constants: Mapping[str, Tensor]) -> None:
-    scale, has_xpos = constants.get(name), isinstance(attention.positions, XPos)
+def _check_xpos(attention: MultiheadModule, name: str, scale: Tensor | None) -> None:
+    has_xpos, d = isinstance(attention.positions, XPos), attention.head_dim
+    if scale is None and has_xpos:
+        raise ValueError(f'position_encoding="xpos" needs a checkpoint with {name}, got one without XPOS')
     if scale is None:
-        if has_xpos:
-            raise ValueError(f'position_encoding="xpos" needs a checkpoint with {name}, got one without XPOS')
         return
     if not has_xpos:
-        raise ValueError(
-            f'a checkpoint with XPOS needs position_encoding="xpos", got {name} and no such encoding'
-        )
-    d = attention.head_dim
+        rule = 'a checkpoint with XPOS needs position_encoding="xpos"'
+        raise ValueError(f"{rule}, got {name} and no such encoding")
     expected = (torch.arange(0, d, 2) + 0.4 * d) / (1.4 * d)
     if scale.shape != expected.shape:
         shapes = f"{tuple(expected.shape)} for heads of {d} features, got {tuple(scale.shape)}"
@@ -202,12 +198,7 @@ def _check_xpos(attention: MultiheadModule, name: str, constants: Mapping[str, T
 
 
 def load_torchscale_state(
-    module: LongNetEncoder | LongNetDecoder,
-    state: Mapping[str, Tensor],
-    *,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    strict: bool = True,
+    module: Stack, state: Tensors, *, prefix: str = "", ignore: Names = (), strict: bool = True
 ) -> LoadReport:
     """Copies the weights of a torchscale LongNet encoder or decoder into `module`, and reports on the names.
 
@@ -238,18 +229,13 @@ def load_torchscale_state(
 
 
 def encoder_from_torchscale(
-    config: Mapping[str, Any],
-    state: Mapping[str, Tensor] | None = None,
-    *,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    **options: Any,
+    config: Config, state: Tensors | None = None, *, prefix: str = "", ignore: Names = (), **options: Any
 ) -> LongNetEncoder:
     """The `LongNetEncoder` that torchscale's settings `config` describe, with the weights of `state` if any.
 
-    `config` holds the arguments of torchscale's EncoderConfig as plain data; see `torchscale_settings`.
-    `prefix` and `ignore` are those of `load_torchscale_state`. `options` are further arguments of
-    `LongNetEncoder`, such as dtype, or `detach_mixing=True` for torchscale's gradients.
+    `config` is that of `torchscale_settings`, `prefix` and `ignore` are those of `load_torchscale_state`.
+    `options` are further arguments of `LongNetEncoder`, such as dtype, or `detach_mixing=True` for
+    torchscale's gradients.
     """
     pattern = {"head_offsets": "blocked", "tail": "phantom"}
     encoder = LongNetEncoder(**{**torchscale_settings(config, "encoder"), **pattern, **options})
@@ -259,12 +245,7 @@ def encoder_from_torchscale(
 
 
 def decoder_from_torchscale(
-    config: Mapping[str, Any],
-    state: Mapping[str, Tensor] | None = None,
-    *,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    **options: Any,
+    config: Config, state: Tensors | None = None, *, prefix: str = "", ignore: Names = (), **options: Any
 ) -> LongNetDecoder:
     """The `LongNetDecoder` that torchscale's settings `config` describe, with the weights of `state` if any.
 
@@ -278,7 +259,7 @@ def decoder_from_torchscale(
     return decoder
 
 
-def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dict[str, Any]:
+def torchscale_settings(config: Config, part: str = "encoder") -> dict[str, Any]:
     """Arguments of `LongNetEncoder` (or with part="decoder" `LongNetDecoder`) for settings of torchscale.
 
     `config` holds arguments of torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig; what is
@@ -297,7 +278,7 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
     for name, (allowed, fact) in _FIXED.items():
         if config.get(name, allowed) != allowed:
             raise ValueError(f"{name} must be {allowed}, these layers have no {fact}, got {config[name]!r}")
-    buckets = {name: config.get(name, 0) for name in ("rel_pos_buckets", "max_rel_pos")}
+    buckets = {name: config.get(name, 0) for name in _BIAS}
     if odd := [name for name, value in buckets.items() if type(value) is not int]:
         raise ValueError(f"{odd[0]} must be an integer, got {buckets[odd[0]]!r}")
     if min(buckets.values()) > 0:
@@ -317,7 +298,7 @@ def torchscale_settings(config: Mapping[str, Any], part: str = "encoder") -> dic
     return settings
 
 
-def _hint(own: Mapping[str, Tensor], state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> str:
+def _hint(own: Tensors, state: Tensors, named: Tensors) -> str:
     """What a state dict that does not fit may need."""
     first = "layers.0.self_attn_layer_norm.weight"
     if first not in named:
@@ -330,7 +311,7 @@ def _hint(own: Mapping[str, Tensor], state: Mapping[str, Tensor], named: Mapping
     return ""
 
 
-def _integers(config: Mapping[str, Any], name: str) -> Sequence[int]:
+def _integers(config: Config, name: str) -> Sequence[int]:
     values = config.get(name)
     if isinstance(values, str):
         try:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..checks import check_flags
-from .local_heads import Group, attend_heads, check_four_dimensions, even_slice
-from .settings import call_options, check_settings
+from .deepspeed import Group, attend_heads, check_four_dimensions, local_heads
+from .transformers import call_options, check_settings
 
 
 class TorchtitanAttention(nn.Module):
@@ -59,44 +59,40 @@ class TorchtitanAttention(nn.Module):
         check_flags(enable_gqa=enable_gqa, is_causal=is_causal)
         check_four_dimensions(q, k, v, "of which the second is heads")
         if not enable_gqa and q.shape[1] != k.shape[1]:
-            raise ValueError(
-                f"q, k and v must have the same heads unless enable_gqa, got {q.shape[1]} and {k.shape[1]}"
-            )
+            rule = "q, k and v must have the same heads unless enable_gqa"
+            raise ValueError(f"{rule}, got {q.shape[1]} and {k.shape[1]}")
         options = {**call_options(self.settings), "scale": scale, "is_causal": is_causal}
         if isinstance(q, DTensor):
-            return self._attend_sharded(q, k, v, options)
+            return _attend_sharded(q, k, v, options)
         if self.head_group is not None:
-            options["head_slice"] = even_slice(q.shape[1], self.head_group)
-        return self._attend(q, k, v, options)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend_heads(q, k, v, **options).transpose(1, 2)
-
-    def _attend_sharded(self, q: DTensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        if not (isinstance(k, DTensor) and isinstance(v, DTensor)):
-            raise TypeError("q, k and v must all be DTensors if one is")
-        mesh, placements = q.device_mesh, q.placements
-        if not placements == k.placements == v.placements:
-            raise ValueError(
-                f"q, k and v must be placed alike, got {placements}, {k.placements} and {v.placements}"
-            )
-        unknown = [place for place in placements if place not in (Shard(0), Shard(1), Replicate())]
-        if unknown or placements.count(Shard(1)) > 1:
-            raise ValueError(
-                f"q, k and v must be replicated or sharded by batch or once by heads, got {placements}"
-            )
-        local_q, local_k, local_v = (x.to_local(grad_placements=placements) for x in (q, k, v))
-        if Shard(1) in placements:
-            rank = mesh.get_local_rank(placements.index(Shard(1)))
-            size = mesh.size(placements.index(Shard(1)))
-            if q.shape[1] % size or k.shape[1] % size:
-                raise ValueError(
-                    f"heads must be a multiple of the {size} ranks, got {q.shape[1]} and {k.shape[1]}"
-                )
-            options["head_slice"] = (rank * local_q.shape[1], q.shape[1])
-        out = self._attend(local_q, local_k, local_v, options)
-        return DTensor.from_local(out, mesh, placements, shape=q.shape, stride=q.stride())
+            options["head_slice"] = local_heads(q.shape[1], k.shape[1], self.head_group)
+        return _attend(q, k, v, options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return attend_heads(q, k, v, **options).transpose(1, 2)
+
+
+def _attend_sharded(q: DTensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    if not (isinstance(k, DTensor) and isinstance(v, DTensor)):
+        raise TypeError("q, k and v must all be DTensors if one is")
+    mesh, placements, heads = q.device_mesh, q.placements, Shard(1)
+    if not placements == k.placements == v.placements:
+        places = f"{placements}, {k.placements} and {v.placements}"
+        raise ValueError(f"q, k and v must be placed alike, got {places}")
+    unknown = [place for place in placements if place not in (Shard(0), heads, Replicate())]
+    if unknown or placements.count(heads) > 1:
+        rule = "q, k and v must be replicated or sharded by batch or once by heads"
+        raise ValueError(f"{rule}, got {placements}")
+    local_q, local_k, local_v = (x.to_local(grad_placements=placements) for x in (q, k, v))
+    if heads in placements:
+        dim, h, h_kv = placements.index(heads), q.shape[1], k.shape[1]
+        if h % mesh.size(dim) or h_kv % mesh.size(dim):
+            raise ValueError(f"heads must be a multiple of the {mesh.size(dim)} ranks, got {h} and {h_kv}")
+        options["head_slice"] = (mesh.get_local_rank(dim) * local_q.shape[1], h)
+    out = _attend(local_q, local_k, local_v, options)
+    return DTensor.from_local(out, mesh, placements, shape=q.shape, stride=q.stride())

@@ -1,35 +1,43 @@
-"""`attn_implementation="dilated"` for models of Hugging Face transformers.
+"""`attn_implementation="dilated"` for models of Hugging Face transformers, which are imported by `register`.
 
-    from dilated_attention_pytorch.integrations.transformers import load, register
-
-    register()
-    config.dilated_attention = {"max_length": 32768}
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="dilated")
-    model.save_pretrained(path)
-    model = load(AutoModelForCausalLM, path)
-
-Nothing of transformers is imported before `register` is called.
+config.dilated_attention = {"max_length": 32768}
+model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="dilated")
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import document_bounds
-from ..core.tracing import uncompiled
+from ..checks import check_flags, check_positive_int, did_you_mean, one_of, plain_int
 from ..modules.attention import warn_isolated
+from ..ops import check_execution
 from ..ring import group_size
-from .settings import call_options, check_model_settings, plain_settings
-from .tokens import SLIDING_WINDOW, TokenMask, attend_new, attend_rows, dilated_attention_mask, longest_row
+from ..spec import DilatedSpec, Execution, branches_for
+from .tokens import (
+    SLIDING_WINDOW,
+    TokenMask,
+    attend_new,
+    attend_rows,
+    checked_mask,
+    dilated_attention_mask,
+    longest_row,
+)
 
+Settings = Mapping[str, Any]
+REQUIRED = ("segment_lengths", "dilation_rates")
 # Settings that no new token of a causal sequence can feel: `attend_last` does not take them.
 WITHOUT_EFFECT_ON_NEW = ("tail", "detach_mixing")
-
+SPEC = (*REQUIRED, "head_mixing", "head_offsets", *WITHOUT_EFFECT_ON_NEW)
+EXECUTION = tuple(field.name for field in fields(Execution))
+# Of whole models, beside those of an attention, and their defaults.
+MODEL: dict[str, Any] = {"max_length": None, "allow_isolated_segments": False, "sliding_layers": "refuse"}
+_branches = lru_cache(branches_for)  # so that what it warns of is said once, and not by every layer
 # What models hand to their attention that changes its result, and that dilated attention has no place for.
 REFUSED = {
     "sliding_window": SLIDING_WINDOW,
@@ -65,7 +73,7 @@ def register(name: str = "dilated") -> None:
     AttentionMaskInterface.register(name, dilated_attention_mask)
 
 
-def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name: str = "dilated") -> None:
+def use_dilated_attention(model: nn.Module, settings: Settings, *, name: str = "dilated") -> None:
     """Switches a `PreTrainedModel` and all of its sub-models to dilated attention, registered as `name`.
 
     `settings` are what `config.dilated_attention` will hold, see `check_model_settings`.
@@ -76,13 +84,11 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
     register(name)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    fixed = [type(each).__name__ for each in models if not each._can_set_attn_implementation()]
-    if fixed:
-        raise ValueError(
-            f"model must take its attention from transformers' AttentionInterface, got {', '.join(fixed)}"
-        )
-    longest = [_longest_input(each.config, model.config, model.config.get_text_config()) for each in models]
-    plain = [plain_settings(settings, length) for length in longest]
+    if fixed := [type(each).__name__ for each in models if not each._can_set_attn_implementation()]:
+        rule = "model must take its attention from transformers' AttentionInterface"
+        raise ValueError(f"{rule}, got {', '.join(fixed)}")
+    wholes = (model.config, model.config.get_text_config())
+    plain = [_plain_settings(settings, _longest_input(each.config, *wholes)) for each in models]
     for each, data in zip(models, plain, strict=True):
         each.config.dilated_attention = data
         each.config.attn_implementation = name  # as `_settings_of` does
@@ -90,12 +96,7 @@ def use_dilated_attention(model: nn.Module, settings: Mapping[str, Any], *, name
 
 
 def load(
-    model_class: Any,
-    path: Any,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    name: str = "dilated",
-    **options: Any,
+    model_class: Any, path: Any, settings: Settings | None = None, *, name: str = "dilated", **options: Any
 ) -> Any:
     """A pretrained model with dilated attention, in all of its sub-models.
 
@@ -134,8 +135,7 @@ def dilated_attention_forward(
         is_causal: where no `TokenMask` tells; by default what the module says.
 
     Returns:
-        (out (b, n, h, d) with the features of the values, None). Padding gives zeros, but for the first place
-        of a row that is not causal, see `tokens`.
+        (out (b, n, h, d) with the features of the values, None); what padding gives, see `tokens`.
 
     The segments of a row count its tokens: padding, on either side or between, takes no place in them. With
     n == N, and whenever a gradient is needed, this is `dilated_attention`; else the new tokens read only the
@@ -159,7 +159,7 @@ def dilated_attention_forward(
     if features < query.shape[-1]:  # multi-head latent attention
         value = nn.functional.pad(value, (0, query.shape[-1] - features))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = _check_mask(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), q, k)
+    mask = checked_mask(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), q, k)
     if mask is not None:
         k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
     n, total = q.shape[1], k.shape[1]
@@ -179,7 +179,7 @@ def dilated_attention_forward(
     return attend_new(q, k, v, mask, **options)[..., :features], None
 
 
-def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None:
+def _refuse(module: nn.Module, query: Tensor, kwargs: Settings) -> None:
     for name, what in REFUSED.items():
         value = kwargs.get(name)
         if value is not None and value is not False:
@@ -189,17 +189,16 @@ def _refuse(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> None
     is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     if is_cross or (is_decoder and not is_causal):
         raise ValueError(f"dilated attention has no cross attention, got {type(module).__name__}")
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", query.shape[1])
-    if heads != query.shape[1] and group_size() > 1:
-        raise ValueError(
-            f"dilated attention needs all {heads} heads of a layer on one rank, got {query.shape[1]}: "
-            "tensor parallelism is not supported here"
-        )
+    here = query.shape[1]
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", here)
+    if heads != here and group_size() > 1:
+        rule = f"dilated attention needs all {heads} heads of a layer on one rank"
+        raise ValueError(f"{rule}, got {here}: tensor parallelism is not supported here")
 
 
 def _settings_of(module: nn.Module, num_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
     config: Any = getattr(module, "config", None)
-    settings: Mapping[str, Any] | None = getattr(config, "dilated_attention", None)
+    settings: Settings | None = getattr(config, "dilated_attention", None)
     if settings is None:
         raise ValueError(
             'dilated attention needs its settings, as in config.dilated_attention = {"max_length": 32768}, '
@@ -216,53 +215,72 @@ def _longest_input(*configs: Any) -> int | None:
     return next((length for length in found if isinstance(length, int) and length > 0), None)
 
 
-def _check_mask(
-    mask: Tensor | None, boundaries: Tensor | None, key_boundaries: Tensor | None, q: Tensor, k: Tensor
-) -> Tensor | None:
-    """The mask of a call; boundaries of documents, as for flash attention, become one."""
-    if mask is not None:
-        # A mask of a model's own making, which is int64 or float, must not pass for the numbers of documents.
-        is_ours = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype in (torch.bool, torch.int32)
-        if not is_ours or mask.shape[0] != q.shape[0] or not q.shape[1] <= mask.shape[1] <= k.shape[1]:
-            raise ValueError(
-                "attention_mask must be bool with one entry a token, (b, N), not one a pair of tokens, got "
-                f"{getattr(mask, 'dtype', type(mask).__name__)} of shape {tuple(getattr(mask, 'shape', ()))} "
-                f"for {tuple(k.shape[:2])} keys"
-            )
-    is_padded = mask is not None and mask.dtype == torch.bool
-    if boundaries is not None or key_boundaries is not None:
-        if q.shape[0] != 1 or is_padded:
-            raise ValueError(
-                "cu_seq_lens_q must pack documents into one row without padding, got "
-                f"{q.shape[0]} rows{' with padding' if is_padded else ''}"
-            )
-        mask = _packed(boundaries, key_boundaries, q, k)
-    if mask is not None and mask.dtype != torch.bool and q.shape[1] != k.shape[1]:
+def check_settings(settings: Settings) -> dict[str, Any]:
+    """Validates settings and returns them in types that JSON knows; `call_options` gives them to a call.
+
+    `segment_lengths` and `dilation_rates` are required; `head_mixing`, `head_offsets`, `tail`,
+    `detach_mixing`, `kernel`, `workspace_bytes`, `memory` and `use_pattern_cache` are optional. Scale,
+    causality and dropout are not settings: the model decides on them.
+    """
+    _check_names(settings, (*SPEC, *EXECUTION))
+    if missing := " and ".join(key for key in REQUIRED if key not in settings):
+        rule = f"settings of dilated attention must include {' and '.join(REQUIRED)}"
+        raise ValueError(f"{rule}, got no {missing}")
+    spec = DilatedSpec(**{key: settings[key] for key in SPEC if key in settings})
+    check_execution(call_options(settings)["execution"])
+    return {**settings, **{key: list(getattr(spec, key)) for key in REQUIRED}}
+
+
+def call_options(settings: Settings) -> dict[str, Any]:
+    """Settings as keywords of `dilated_attention`."""
+    options = {key: value for key, value in settings.items() if key not in EXECUTION}
+    execution = Execution(**{key: settings[key] for key in EXECUTION if key in settings})
+    return {**options, "execution": execution}
+
+
+def check_model_settings(
+    settings: Settings, max_length: int | None = None, num_heads: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of a model: those of `check_settings`, and those of `MODEL` with their defaults.
+
+    Without `segment_lengths` and `dilation_rates` the branches are those of `branches_for`, for
+    `settings["max_length"]` or else for `max_length`, the longest input that the model's config names.
+    `allow_isolated_segments` silences `warn_isolated`; `sliding_layers` says whether layers with a sliding
+    window are refused, "refuse", or keep their own attention, "own".
+    """
+    _check_names(settings, (*SPEC, *MODEL, *EXECUTION))
+    of_model = {**MODEL, "max_length": max_length}
+    of_model |= {key: settings[key] for key in MODEL if key in settings}
+    check_flags(allow_isolated_segments=of_model["allow_isolated_segments"])
+    one_of("sliding_layers", of_model["sliding_layers"], ("refuse", "own"))
+    rest = {key: value for key, value in settings.items() if key not in MODEL}
+    if of_model["max_length"] is not None:
+        check_positive_int("max_length", length := plain_int(of_model["max_length"]))
+        if not _has_lists(settings):
+            rest |= dict(zip(REQUIRED, _branches(length, num_heads), strict=True))
+    elif not _has_lists(settings):
         raise ValueError(
-            f"packed documents cannot continue from a cache, got {q.shape[1]} of {k.shape[1]} tokens"
+            "settings of dilated attention must include max_length, or segment_lengths and dilation_rates, "
+            "where the model's config has no max_position_embeddings, got neither"
         )
-    return mask
+    return check_settings(rest), of_model
 
 
-@uncompiled
-def _packed(boundaries: Tensor | None, key_boundaries: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    """Numbers of the documents (1, N) between boundaries, which must be those of queries and keys alike."""
-    own = _checked_bounds("cu_seq_lens_q", boundaries, k.shape[1])
-    if own != _checked_bounds("cu_seq_lens_k", key_boundaries, k.shape[1]):
-        raise ValueError(
-            "cu_seq_lens_q must equal cu_seq_lens_k, as documents attend to themselves, got others"
-        )
-    places = torch.arange(k.shape[1], device=q.device)
-    return torch.bucketize(places, torch.tensor(own, device=q.device), right=True, out_int32=True)[None]
+def _plain_settings(settings: Settings, max_length: int | None) -> dict[str, Any]:
+    """Valid settings of a model as data that JSON knows; the length is kept where it makes the branches."""
+    branches, of_model = check_model_settings(settings, max_length)
+    if _has_lists(settings):
+        return {**settings, **{key: branches[key] for key in REQUIRED}}
+    return {**settings, "max_length": of_model["max_length"]}
 
 
-def _checked_bounds(name: str, boundaries: Tensor | None, n: int) -> tuple[int, ...]:
-    if not isinstance(boundaries, Tensor) or boundaries.dtype not in (torch.int32, torch.int64):
-        kind = getattr(boundaries, "dtype", type(boundaries).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
-    if boundaries.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(boundaries.shape)}")
-    try:
-        return document_bounds(boundaries, n)
-    except ValueError as error:
-        raise ValueError(f"{name} must hold the boundaries of documents: {error}") from error
+def _has_lists(settings: Settings) -> bool:
+    return any(key in settings for key in REQUIRED)
+
+
+def _check_names(settings: Settings, known: tuple[str, ...]) -> None:
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"settings of dilated attention must be a dict, got {type(settings).__name__}")
+    if unknown := [key for key in settings if key not in known]:
+        hint = did_you_mean(str(unknown[0]), known, 1) or f" They must be among {', '.join(known)}"
+        raise ValueError(f"dilated settings have no {', '.join(map(repr, unknown))}.{hint}")

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...checks import parse_json
-from ...modules.state_dicts import replacing
+from ...modules.pretrained import replacing
 from ..bench.record import write_text
 from . import TrainConfig
 from .ranks import Ranks
