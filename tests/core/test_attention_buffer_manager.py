@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core import buffer_config, memory_pool
+from dilated_attention_pytorch.core import memory_pool, workspace
 from dilated_attention_pytorch.core.attention_buffer_manager import (
     AttentionBufferManager,
     BufferConfig,
     BufferType,
     create_attention_buffer_manager,
 )
-from dilated_attention_pytorch.core.buffer_config import DEFAULT_CONFIGS
 from dilated_attention_pytorch.core.host_memory import Memory, normal_device
 from dilated_attention_pytorch.core.memory_pool import MemoryPool
+from dilated_attention_pytorch.core.workspace import DEFAULT_CONFIGS
 from dilated_attention_pytorch.modules import ImprovedDilatedAttentionV2
 from support.threads import in_threads
 
@@ -137,7 +137,7 @@ def test_buffers_are_as_requested_and_only_output_is_zeroed(
 def test_strategy_by_type_size_and_machine(
     monkeypatch: pytest.MonkeyPatch, buffer_type: str, nbytes: int, nodes: int, strategy: str
 ) -> None:
-    for module in (buffer_config, memory_pool):
+    for module in (workspace, memory_pool):
         monkeypatch.setattr(module, "numa_nodes", lambda: nodes)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     manager = AttentionBufferManager()

@@ -25,8 +25,8 @@ from ..checks import (
     one_of,
     refuse_forward_mode,
 )
+from ..core.attention_buffer_manager import find_source
 from ..core.pattern_cache import PatternCache
-from ..core.sources import find_source
 from ..core.workspace import Workspace
 from ..kernels import Merged
 from ..ops import RunOptions, Tensors, attention_inputs, check_execution, without_autocast
