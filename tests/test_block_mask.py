@@ -28,7 +28,7 @@ from dilated_attention_pytorch import (
     dilated_attention,
 )
 from dilated_attention_pytorch.kernels import Request, triton
-from dilated_attention_pytorch.plan import Shape, plan_blocks, tiles
+from dilated_attention_pytorch.plan import Shape, pattern_tables as tiles, plan_blocks
 from dilated_attention_pytorch.reference import block_sparse_attention_reference, multiplicity
 from dilated_attention_pytorch.ring import attention as ring
 from support.executions import FUSED

@@ -30,8 +30,7 @@ from .ops import (
     write_spec,
 )
 from .plan import BlockPattern, build_pattern, choose_blocks
-from .plan.dilated_mask import dilated_block_mask
-from .plan.flex import flex_block_sparse, why_not_flex
+from .plan.flex import dilated_block_mask, flex_block_sparse, why_not_flex
 from .spec import (
     DEFAULT_DILATION_RATES,
     DEFAULT_SEGMENT_LENGTHS,

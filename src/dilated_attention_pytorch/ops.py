@@ -24,8 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .checks import autocasts, document_bounds
 from .core import process
+from .core.attention_buffer_manager import check_memory, run_with_memory
 from .core.pattern_cache import PatternCache, get_block_pattern_cache, get_global_pattern_cache
-from .core.sources import check_memory, run_with_memory
 from .core.tracing import remembered
 from .core.workspace import Workspace
 from .kernels import Inputs, Kernel, Merged, Request, choose_kernel

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core.host_memory import (
     numa_nodes,
 )
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    600 kB\nHugePages_Total:    0\n"
 NO_LIMIT_V1 = str(2**63 - 4096)
 
@@ -57,6 +57,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_meminfo_alone(machine: Machine) -> None:
+    machine.write(machine.proc / "self/cgroup", "0::/a\n")
+    machine.write(machine.sys / "fs/cgroup/a/memory.max", "1000\n")  # half a group is no limit
     assert host_memory() is device_memory(torch.device("cpu")) is None
     for text in ("", "MemTotal: 1000 kB\n", "MemAvailable: 5 kB\n", "MemAvailable\nMemTotal: x kB\n"):
         machine.write(machine.proc / "meminfo", text)
@@ -93,12 +95,6 @@ def test_limits_of_cgroups(
     assert host_memory() == Memory(expected[0] * KIB, expected[1] * KIB)
 
 
-def test_half_a_group_is_no_limit(machine: Machine) -> None:
-    machine.write(machine.proc / "self/cgroup", "0::/a\n")
-    machine.write(machine.sys / "fs/cgroup/a/memory.max", "1000\n")
-    assert host_memory() is None
-
-
 def test_address_space_of_a_made_up_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     machine.write(machine.proc / "meminfo", MEMINFO)
@@ -131,18 +127,6 @@ def test_address_space_limit_of_this_system() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", LIMITED], check=True, timeout=120)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_this_machine_tells() -> None:
-    memory = host_memory()
-    assert memory is not None
-    assert 0 < memory.available <= memory.total
-
-
-@pytest.mark.parametrize(("available", "scarce"), [(99, True), (100, False), (0, True), (1000, False)])
-def test_scarce_is_below_a_tenth(available: int, scarce: bool) -> None:
-    assert Memory(available, 1000).is_scarce is scarce
-
-
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_memory(torch.device("meta")) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -150,6 +134,13 @@ def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (device.index, 9))
     assert device_memory(torch.device("cuda:3")) == Memory(3, 9)
+    assert [Memory(available, 1000).is_scarce for available in (0, 99, 100, 1000)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [describe_bytes(x) for x in (None, 3 * 2**19, 0)] == ["an unknown amount", "1.5 MiB", "0.0 MiB"]
 
 
 def test_numa_nodes_are_counted_once(machine: Machine) -> None:
@@ -203,9 +194,3 @@ def test_errors_that_mean_no_memory(error: BaseException, asked: int | None) -> 
 )
 def test_errors_that_mean_something_else(error: BaseException) -> None:
     assert is_out_of_memory(error) is False
-
-
-def test_describe_bytes() -> None:
-    assert describe_bytes(None) == "an unknown amount"
-    assert describe_bytes(3 * MIB // 2) == "1.5 MiB"
-    assert describe_bytes(0) == "0.0 MiB"

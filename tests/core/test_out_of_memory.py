@@ -56,7 +56,7 @@ def free_memory(nbytes: int) -> Iterator[None]:
 def make(cls: type[DilatedAttention] = DilatedAttention, **options: Any) -> DilatedAttention:
     # The stock kernel: the native one has no scratch to run out of.
     given = {"workspace_bytes": ROOMY, "allow_isolated_segments": True, "kernel": "stock", **options}
-    return cls((256, 1024), (1, 4), **given)
+    return cls(segment_lengths=(256, 1024), dilation_rates=(1, 4), **given)
 
 
 def inputs(n: int) -> Tensor:
@@ -140,36 +140,21 @@ def idle_buffers_make_room() -> None:
 
 
 @case
-def smaller_tiles_make_room() -> None:
+def smaller_tiles_make_room_unless_told_not_to() -> None:
     freed, x = Freed(), inputs(LONG)
     expected = attend(make(), x)
-    for cls in (DilatedAttention, ImprovedDilatedAttentionV2):
+    for cls in (DilatedAttention, ImprovedDilatedAttentionV2, RingDilatedAttentionProduction):
         get_global_memory_pool().reset()
         freed.nbytes.clear()
+        is_ring = cls is RingDilatedAttentionProduction
+        strict = make(cls, enable_error_recovery=False) if is_ring else make()
         with free_memory(40 * MIB):
-            expect_out_of_memory(lambda: attend(make(), x))
+            expect_out_of_memory(lambda strict=strict: attend(strict, x))
+            assert not freed.nbytes
             actual = attend(make(cls, enable_memory_pool=True), x)
         assert_same(actual, expected)
         assert len(freed.nbytes) >= 2  # the first two tries have the tiles that were asked for
-
-
-@case
-def production_recovers_unless_told_not_to() -> None:
-    def make_ring(**options: Any) -> DilatedAttention:
-        branches = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}
-        given = {"workspace_bytes": ROOMY, "allow_isolated_segments": True, "kernel": "stock", **branches}
-        return RingDilatedAttentionProduction(**given, **options)
-
-    freed, x = Freed(), inputs(LONG)
-    expected = attend(make(), x)
-    recovering, strict = make_ring(), make_ring(enable_error_recovery=False)
-    with free_memory(40 * MIB):
-        expect_out_of_memory(lambda: attend(strict, x))
-        assert not freed.nbytes
-        actual = attend(recovering, x)
-    assert_same(actual, expected)
-    assert len(freed.nbytes) >= 2  # the first two tries have the tiles that were asked for
-    assert_same(attend(strict, x), expected)
+        assert_same(attend(strict, x), expected)
 
 
 @case

@@ -50,21 +50,3 @@ def test_neither_the_function_nor_what_it_calls_is_compiled() -> None:
     assert compiling == [False, False]
     assert len(frames) == 2  # before and after, but nothing of what is in between
     assert (outer.__name__, outer.__doc__) == ("outer", "Doubles.")
-
-
-def test_a_constant_result_is_part_of_the_graph() -> None:
-    calls = []
-
-    @constant_result
-    def size() -> int:
-        calls.append(1)
-        return 3
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def run(x: Tensor) -> Tensor:
-        return x * size()
-
-    x = torch.ones(2)
-    assert torch.equal(run(x), 3 * x)
-    assert torch.equal(run(x), 3 * x)
-    assert len(calls) == 1

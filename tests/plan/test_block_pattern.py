@@ -46,12 +46,7 @@ GOOD: dict[str, Any] = {
 WRAPPING = [0, 2**63 - 1, -2, 3]  # their differences, 2**63 - 1, 2**63 - 1 and 5, are positive in 64 bits
 SIZES = [
     ({"n": 0}, ValueError, "n must be a positive integer, got 0"),
-    ({"n": -3}, ValueError, "n must be a positive integer, got -3"),
-    ({"n": 10.0}, ValueError, "n must be a positive integer, got 10.0"),
-    ({"block_size": 0}, ValueError, "block_size must be a positive integer, got 0"),
-    ({"block_size": -4}, ValueError, "block_size must be a positive integer, got -4"),
     ({"block_size": 4.0}, ValueError, "block_size must be a positive integer, got 4.0"),
-    ({"is_causal": "yes"}, TypeError, "is_causal must be a bool, got 'yes'"),
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
 ]
 TABLES = [
@@ -90,11 +85,8 @@ TABLES += [
 ]
 LAYOUTS = [
     ({"layout": EYE.float()}, TypeError, "a layout must be a bool tensor, got torch.float32"),
-    ({"layout": EYE.int()}, TypeError, "a layout must be a bool tensor, got torch.int32"),
-    ({"layout": [[True]]}, TypeError, "a layout must be a bool tensor, got list"),
     ({"layout": None}, TypeError, "a layout must be a bool tensor, got NoneType"),
     ({"layout": EYE[:2]}, ValueError, r"10 tokens in blocks of 4 must have .* \(3, 3\), .* got \(2, 3\)"),
-    ({"layout": EYE[:, :2]}, ValueError, r"must have the shape \(3, 3\), .* got \(3, 2\)"),
     ({"layout": EYE[0]}, ValueError, r"must have the shape \(3, 3\), .* got \(3,\)"),
     ({"layout": EYE.expand(0, 3, 3)}, ValueError, r"must have the shape \(3, 3\), .* got \(0, 3, 3\)"),
     ({"layout": EYE.expand(2, 2, 3, 3)}, ValueError, r"must have the shape .* got \(2, 2, 3, 3\)"),
@@ -105,7 +97,8 @@ LAYOUTS = [
 def test_the_constructor_states_rule_and_fact(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    assert BlockPattern(**GOOD).rows == 3
+    falling = BlockPattern(**GOOD | {"columns": ints(2, 1, 0)})  # from row to row
+    assert torch.equal(falling.to_layout()[0], EYE.flip(0))
     with pytest.raises(error, match=message):
         BlockPattern(**GOOD | changes)
 
@@ -114,11 +107,6 @@ def test_the_constructor_states_rule_and_fact(
 def test_a_layout_states_rule_and_fact(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BlockPattern.from_layout(**{"layout": EYE, "n": 10, "block_size": 4} | changes)
-
-
-def test_columns_may_fall_from_row_to_row() -> None:
-    pattern = BlockPattern(**GOOD | {"columns": ints(2, 1, 0)})
-    assert torch.equal(pattern.to_layout()[0], EYE.flip(0))
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
@@ -189,7 +177,7 @@ def test_text_shows_the_blocks() -> None:
     assert all(line[2 * i] != " " for i, line in enumerate(shown))
 
 
-def test_draw_paints_every_block(tmp_path: Path) -> None:
+def test_draw_paints_every_block_and_shades_cells_of_many(tmp_path: Path) -> None:
     pattern = random_pattern(75, 8)
     for layout in range(2):
         pattern.draw(tmp_path / "p.png", layout=layout, pixels=45)  # 4 pixels for each of 10 blocks
@@ -199,13 +187,9 @@ def test_draw_paints_every_block(tmp_path: Path) -> None:
         expected = pattern.to_layout()[layout].repeat_interleave(4, 0).repeat_interleave(4, 1)
         assert torch.equal(dark, expected)
         assert torch.equal(white, ~expected)
-
-
-def test_draw_shades_cells_of_many_blocks(tmp_path: Path) -> None:
-    layout = torch.zeros(64, 64, dtype=torch.bool)
-    layout[:32, :32] = True
-    layout[40, 50] = True
-    BlockPattern.from_layout(layout, 64, 1).draw(str(tmp_path / "p.png"), pixels=2)
+    kept = torch.zeros(64, 64, dtype=torch.bool)
+    kept[:32, :32] = kept[40, 50] = True
+    BlockPattern.from_layout(kept, 64, 1).draw(str(tmp_path / "p.png"), pixels=2)
     (image,) = find_maps(read_png(tmp_path / "p.png"), 2)
     assert image[0, 0].tolist() == [24, 52, 110]
     assert image[0, 1].tolist() == image[1, 0].tolist() == [255] * 3
@@ -233,26 +217,17 @@ def test_draw_says_what_it_shows(tmp_path: Path) -> None:
     assert width > 160 < height
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layout": 2}, "layout must lie in 0 to 1, got 2"),
-        ({"layout": -1}, "layout must lie in 0 to 1, got -1"),
-        ({"pixels": 0}, "pixels must be a positive integer, got 0"),
-        ({"pixels": 2.5}, "pixels must be a positive integer, got 2.5"),
-        ({"pixels": True}, "pixels must be a positive integer, got True"),
-    ],
-)
-def test_draw_states_rule_and_fact(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        random_pattern().draw(tmp_path / "p.png", **options)
-
-
-@pytest.mark.parametrize("name", ["p.png", "p.svg"])
-def test_draw_says_which_extra_is_missing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_states_rule_and_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {"layout": (2, -1), "pixels": (0, 2.5, True)}
+    for name, value in ((name, value) for name, values in rules.items() for value in values):
+        with pytest.raises(ValueError, match=f"{name} must .* got {value}"):
+            random_pattern().draw(tmp_path / "p.png", **{name: value})  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"matplotlib: pip install 'dilated-attention\[charts\]'"):
-        random_pattern().draw(tmp_path / name)
+    for path in ("p.png", "p.svg"):
+        with pytest.raises(
+            ModuleNotFoundError, match=r"matplotlib: pip install 'dilated-attention\[charts\]'"
+        ):
+            random_pattern().draw(tmp_path / path)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 from dilated_attention_pytorch import DilatedSpec
 from dilated_attention_pytorch.core import PatternCache
 from dilated_attention_pytorch.kernels.batches import MAX_JOBS
-from dilated_attention_pytorch.plan import Plan, Region, Run, Shape, Shard, plan_crossing, plan_dilated
+from dilated_attention_pytorch.plan import Plan, Shape, Shard, plan_crossing, plan_dilated
 from dilated_attention_pytorch.plan.dilated import MAX_ROWS, Head, branch_heads, branch_units
-from dilated_attention_pytorch.plan.runs import COLUMN, bytes_a_row, even_parts
+from dilated_attention_pytorch.plan.runs import COLUMN, bytes_a_row
 from dilated_attention_pytorch.reference import multiplicity
 from support.configurations import Configuration, configurations
 from support.plans import batch_sizes, count_batched_pairs, count_pairs, jobs_of
@@ -150,27 +150,25 @@ def test_batches_fit_the_workspace(direction: Any) -> None:
         assert bytes_a_row(64, 4) * jobs * (heads * rows + keys) <= 8 * 2**20
 
 
-@pytest.mark.parametrize(("direction", "per_row"), [("forward", 2), ("backward", 2 + 2)])
-def test_half_precision_regions_fit_their_half_of_the_workspace(direction: Any, per_row: int) -> None:
-    shape, workspace = Shape(2, 65536, 8, 4, 64), 32 * 2**20
-    spec = DilatedSpec((2048, 4096), (1, 2))
-    plan = plan_dilated(spec, shape, itemsize=2, direction=direction, workspace_bytes=workspace)
-    assert len(plan.regions) > 1
-    assert max(4 * rows_of(x) * shape.d * per_row for x in plan.regions) <= workspace // 2
-
-
-def rows_of(region: Region) -> int:
-    """Positions and key heads of a region."""
-    return region.batch[1] * region.time[1] * region.kv[1]
-
-
-def test_detached_mixing_is_cut_into_regions_too() -> None:
-    """Its backward holds the outputs of one branch, which must not grow with the sequence."""
-    spec, workspace = DilatedSpec((2048, 4096), (1, 2), detach_mixing=True), 32 * 2**20
-    shape = Shape(1, 131072, 8, 8, 64)
-    assert len(plan_dilated(spec, shape, itemsize=4, workspace_bytes=workspace).regions) == 1
-    plan = plan_dilated(spec, shape, itemsize=4, direction="backward", workspace_bytes=workspace)
-    assert max(4 * rows_of(region) * shape.d for region in plan.regions) <= workspace // 2
+@pytest.mark.parametrize(
+    ("options", "shape", "itemsize", "direction", "per_row"),
+    [
+        ({}, Shape(2, 65536, 8, 4, 64), 2, "forward", 2),
+        ({}, Shape(2, 65536, 8, 4, 64), 2, "backward", 2 + 2),
+        # Its backward holds the outputs of one branch, which must not grow with the sequence.
+        ({"detach_mixing": True}, Shape(1, 131072, 8, 8, 64), 4, "backward", 1),
+    ],
+)
+def test_sums_of_regions_fit_half_of_the_workspace(
+    options: dict[str, Any], shape: Shape, itemsize: int, direction: Any, per_row: int
+) -> None:
+    spec, workspace = DilatedSpec((2048, 4096), (1, 2), **options), 32 * 2**20
+    plan = plan_dilated(spec, shape, itemsize=itemsize, direction=direction, workspace_bytes=workspace)
+    sizes = [region.batch[1] * region.time[1] * region.kv[1] for region in plan.regions]
+    assert len(sizes) > 1
+    assert 4 * max(sizes) * shape.d * per_row <= workspace // 2
+    if options:
+        assert len(plan_dilated(spec, shape, itemsize=4, workspace_bytes=workspace).regions) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,24 +187,21 @@ def test_one_branch_of_regular_heads_is_one_batch(h: int, h_kv: int, rate: int, 
     )
     [(jobs, heads, rows, keys)] = batch_sizes(plan, 4)
     assert (jobs * heads, rows, keys) == (8 * h, 512 // rate, 512 // rate)
+    docs = tuple(range(0, 1001, 10))  # equal documents run together
+    packed = plan_dilated(DilatedSpec((64,), (1,)), Shape(1, 1000, 1, 1, 8), itemsize=4, docs=docs)
+    assert batch_sizes(packed, 4) == [(100, 1, 10, 10)]
 
 
-def test_plans_are_cached_hashable_and_print_themselves() -> None:
+def test_plans_are_cached_and_print_themselves() -> None:
     spec = DilatedSpec((16, 32), (1, 2))
     cache = PatternCache()
     plan = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
     assert plan is plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
-    again = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
-    assert plan == again
-    assert hash(plan) == hash(again)
-    assert plan != plan_dilated(spec, Shape(1, 101, 4, 2, 8), itemsize=4)
     text = str(plan)
     assert "queries 0..30:2 x keys 0..30:2" in text
     assert "queries 0..15 x keys 0..15" in text
     assert len(text.splitlines()) == 2 + 20
     assert f"... and {len(plan) - 20} more" in text
-    moved = plan.to("cpu")
-    assert moved == plan
 
 
 def test_a_long_plan_is_small_and_quick_to_build() -> None:
@@ -238,12 +233,6 @@ def test_passes_share_a_plan_unless_their_scratch_differs() -> None:
     assert len({id(plan) for plan in both(4, detach_mixing=True)}) == 2
 
 
-def test_equal_documents_run_together() -> None:
-    docs = tuple(range(0, 1001, 10))
-    plan = plan_dilated(DilatedSpec((64,), (1,)), Shape(1, 1000, 1, 1, 8), itemsize=4, docs=docs)
-    assert batch_sizes(plan, 4) == [(100, 1, 10, 10)]
-
-
 def test_steps_bound_the_sums_of_a_forward_pass() -> None:
     """Where segments are as long as the sequence, a region is otherwise all of it."""
     how: dict[str, int] = {"itemsize": 2, "workspace_bytes": 2**12, "steps": 4}
@@ -252,16 +241,6 @@ def test_steps_bound_the_sums_of_a_forward_pass() -> None:
     assert {region.time[1] for region in forward.regions} == {16}
     assert {region.time[1] for region in backward.regions} == {64}
     assert torch.equal(count_pairs(forward), count_pairs(backward))
-
-
-def test_grouped_heads_take_the_remainder_first() -> None:
-    spec = DilatedSpec((8, 8, 8), (1, 2, 4), head_mixing="grouped")
-    assert [branch_heads(spec, i, 8, 8) for i in range(3)] == [
-        [Head(0, 0, 0), Head(1, 0, 1), Head(2, 0, 2)],
-        [Head(3, 1, 3), Head(4, 1, 4), Head(5, 1, 5)],
-        [Head(6, 2, 6), Head(7, 2, 7)],
-    ]
-    assert branch_heads(spec, 2, 2, 2) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"head_offsets": "blocked"}, {"head_mixing": "grouped"}])
@@ -279,18 +258,3 @@ def test_heads_of_a_shard_are_counted_without_the_others(options: dict[str, Any]
         total = 2**31 - 1  # nothing here may take time or memory of that size
         far = branch_units(spec, branch, Shape(1, 8, 4, 4, 4), Shard(8, 0, total, total - 4))
         assert int(far.heads.sum()) in (0, 4)
-
-
-@given(st.integers(1, 1000), st.integers(1, 100))
-def test_even_parts_cover_evenly(total: int, at_most: int) -> None:
-    parts = list(even_parts(total, at_most))
-    assert [i for start, count in parts for i in range(start, start + count)] == list(range(total))
-    assert len(parts) == -(-total // at_most)
-    assert max(count for _, count in parts) <= at_most
-
-
-@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 20), st.integers(0, 90), st.integers(0, 90))
-def test_a_run_within_an_interval_is_a_run(start: int, step: int, count: int, first: int, end: int) -> None:
-    run = Run(start, step, count).within(first, end)
-    kept = [x for x in range(start, start + count * step, step) if first <= x < end]
-    assert list(range(run.start, run.start + run.count * step, step)) == kept

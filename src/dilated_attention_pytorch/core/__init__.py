@@ -1,7 +1,11 @@
 """What outlives a call: the pattern cache, the memory pool and the attention buffer manager."""
 
-from .attention_buffer_manager import AttentionBufferManager, create_attention_buffer_manager
-from .buffer_config import BufferConfig, BufferType
+from .attention_buffer_manager import (
+    AttentionBufferManager,
+    BufferConfig,
+    BufferType,
+    create_attention_buffer_manager,
+)
 from .memory_pool import MemoryPool, get_global_memory_pool, reset_global_memory_pool
 from .pattern_cache import (
     PatternCache,

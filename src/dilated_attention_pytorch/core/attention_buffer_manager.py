@@ -1,4 +1,4 @@
-"""Buffers of attention by type: what a type is used for decides how its memory is had and kept."""
+"""Buffers of attention by type, how they are had and kept; and where a call's memory comes from, by name."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..checks import check_flags, check_positive_int, check_shape
 from . import memory_pool, process
-from .buffer_config import (
+from .host_memory import describe_bytes, normal_device
+from .memory_pool import MemoryPool, get_global_memory_pool
+from .workspace import (
     CAPACITY,
     DEFAULT_CONFIGS,
     FITS,
     BufferConfig,
     BufferType,
     Lifetime,
-    check_buffer_type,
-    type_of,
+    Request,
+    Workspace,
 )
-from .host_memory import normal_device
-from .memory_pool import MemoryPool, get_global_memory_pool
-from .workspace import Fit, Request, Workspace
 
 __all__ = ["AttentionBufferManager", "BufferConfig", "BufferType", "create_attention_buffer_manager"]
 
 RECURS_AFTER = 3  # requests of one shape that make it a habit
 MAX_SHAPES = 1024  # that the manager remembers
+FRESH, POOL, LIGHTWEIGHT = "fresh", "pool", "lightweight"  # names of sources, beside those of managers
 Kind = tuple[BufferType, tuple[int, ...], torch.dtype, torch.device]
+_T = TypeVar("_T")
 
 
 class Settings(NamedTuple):
@@ -86,14 +87,13 @@ class AttentionBufferManager(process.PerProcess):
         check_flags(**{name: getattr(self, name) for name in self.SWITCHES})
         if custom_configs is not None and not isinstance(custom_configs, Mapping):
             raise TypeError(f"custom_configs must be a mapping, got {custom_configs!r}")
-        custom = {check_buffer_type(name): config for name, config in (custom_configs or {}).items()}
-        self.custom_configs = custom
-        for buffer_type, config in custom.items():
+        self.custom_configs = {BufferType(name): config for name, config in (custom_configs or {}).items()}
+        for buffer_type, config in self.custom_configs.items():
             if not isinstance(config, BufferConfig):
                 raise TypeError(f"the config of {buffer_type.value} must be a BufferConfig, got {config!r}")
-        self.configs = {**DEFAULT_CONFIGS, **custom}
         if pool is not None and not isinstance(pool, MemoryPool):
             raise TypeError(f"pool must be a MemoryPool, got {type(pool).__name__}")
+        self.configs = {**DEFAULT_CONFIGS, **self.custom_configs}
         self.pool = MemoryPool() if pool is None else pool
         self.name = f"manager:{next(_NUMBERS)}"
         super().__init__()
@@ -114,7 +114,7 @@ class AttentionBufferManager(process.PerProcess):
     ) -> Tensor:
         """A contiguous buffer; filled with zeros as the type's configuration says, or as `zero_init` says."""
         start = time.perf_counter()
-        request = check_buffer_type(buffer_type), check_shape(shape), dtype, normal_device(device)
+        request = BufferType(buffer_type), check_shape(shape), dtype, normal_device(device)
         self._warm_up()
         buffer = self._lend(request, zero_init)
         self._learn(request)
@@ -124,13 +124,13 @@ class AttentionBufferManager(process.PerProcess):
 
     def deallocate(self, buffer: Tensor, buffer_type: BufferType | str) -> None:
         """Returns a buffer for reuse. The tensor is empty afterwards; views of it delay the reuse."""
-        buffer_type = check_buffer_type(buffer_type)
-        self.pool.deallocate(buffer, buffer_type.value)
-        self.pool.clear(buffer_type.value, keep=self.capacity(buffer_type))
+        tag = BufferType(buffer_type).value
+        self.pool.deallocate(buffer, tag)
+        self.pool.clear(tag, keep=self.capacity(tag))
 
     def capacity(self, buffer_type: BufferType | str) -> int:
         """Idle buffers of a type that are kept: 5 to 10 by its configuration, none while memory is scarce."""
-        config = self.configs[check_buffer_type(buffer_type)]
+        config = self.configs[BufferType(buffer_type)]
         return CAPACITY[config.reuse_frequency] if self.enable_reuse and not self.pool.memory_is_scarce else 0
 
     def preallocate_buffers(
@@ -157,7 +157,7 @@ class AttentionBufferManager(process.PerProcess):
             check_positive_int(name, size)
         names = [buffer_types] if isinstance(buffer_types, str) else buffer_types
         place, shape, room = normal_device(device), tuple(given.values()), math.inf
-        requests: list[Kind] = [(check_buffer_type(name), shape, dtype, place) for name in names]
+        requests: list[Kind] = [(BufferType(name), shape, dtype, place) for name in names]
         if not given:
             with self._lock:
                 requests = [request for request, times in self._shapes.most_common() if times >= RECURS_AFTER]
@@ -177,10 +177,10 @@ class AttentionBufferManager(process.PerProcess):
         lifetimes = get_args(Lifetime)
         if lifetime not in (None, *lifetimes):
             raise ValueError(f"lifetime must be one of {lifetimes}, got {lifetime!r}")
-        named = list(BufferType) if buffer_type is None else [check_buffer_type(buffer_type)]
+        named = list(BufferType) if buffer_type is None else [BufferType(buffer_type)]
         ended = lifetimes if lifetime is None else lifetimes[: lifetimes.index(lifetime) + 1]
         for tag in self.pool.idle_buffers():
-            if (each := type_of(tag)) in named and self.configs[each].lifetime in ended:
+            if (each := BufferType.of(tag)) in named and self.configs[each].lifetime in ended:
                 self.pool.clear(tag)
         self._is_cold = self.enable_preallocation
 
@@ -197,8 +197,7 @@ class AttentionBufferManager(process.PerProcess):
         self.pool.trim()
 
     def _scratch(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        fit: Fit = "scratch" if self.enable_reuse else "fresh"
-        return self.pool.lend(Request(shape, dtype, slot, fit))
+        return self.pool.lend(Request(shape, dtype, slot, "scratch" if self.enable_reuse else "fresh"))
 
     def _result(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pooled where fresh pages would cost time and the budget allows."""
@@ -217,53 +216,41 @@ class AttentionBufferManager(process.PerProcess):
         with self.pool._lock:
             pool, idle = self.pool.get_stats(), self.pool.idle_buffers()
             for tag, counted in self.pool.figures.items():
-                figures = types[type_of(tag).value]
+                figures = types[BufferType.of(tag).value]
                 figures["cache_hits"] += counted["reuses"]
                 figures["cache_misses"] += counted["allocations"] - counted["reuses"]
                 figures["deallocations"] += counted["deallocations"]
                 figures["largest_bytes"] = max(figures["largest_bytes"], counted["largest_bytes"])
         for tag, (number, nbytes) in idle.items():
-            types[type_of(tag).value]["cached_buffers"] += number
-            types[type_of(tag).value]["cached_bytes"] += nbytes
+            types[BufferType.of(tag).value]["cached_buffers"] += number
+            types[BufferType.of(tag).value]["cached_bytes"] += nbytes
+        hits, requests = pool["reuse_count"], pool["allocation_count"]
+        stats = {"cache_hits": hits, "cache_misses": requests - hits, "cache_hit_rate": pool["reuse_rate"]}
+        stats |= {"allocations": requests, "deallocations": pool["deallocation_count"]}
         kept = ("cached_buffers", "cached_bytes", "total_allocated", "peak_allocated", "evictions")
-        return {
-            "cache_hits": pool["reuse_count"],
-            "cache_misses": pool["allocation_count"] - pool["reuse_count"],
-            "cache_hit_rate": pool["reuse_rate"],
-            "allocations": pool["allocation_count"],
-            "deallocations": pool["deallocation_count"],
-            **{name: pool[name] for name in kept},
-            "known_shapes": len(self._shapes),
-            "buffer_types": types,
-        }
+        stats |= {name: pool[name] for name in kept}
+        return {**stats, "known_shapes": len(self._shapes), "buffer_types": types}
 
     @property
     def settings(self) -> Settings:
-        is_pooled = self.pool is get_global_memory_pool()
-        switches = (self.enable_reuse, self.enable_preallocation, self.lightweight, self.enable_profiling)
-        return Settings(*switches, is_pooled, self.retries, self.pool.pool_size)
+        given = {name: getattr(self, name) for name in self.SWITCHES}
+        return Settings(
+            **given, is_pooled=self.pool is get_global_memory_pool(), pool_size=self.pool.pool_size
+        )
 
     def _lend(self, request: Kind, zeros: bool | None, ahead: bool = False) -> Tensor:
-        buffer_type, shape, dtype, device = request
+        (buffer_type, shape, dtype, device), tag = request, request[0].value
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        config, tag = self.configs[buffer_type], buffer_type.value
+        config = self.configs[buffer_type]
         strategy = config.strategy(math.prod(shape) * dtype.itemsize)
         fit = FITS[strategy] if self.enable_reuse else "fresh"
-        buffer = self.pool.allocate(
-            shape,
-            dtype,
-            device,
-            tag=tag,
-            # Without waste, an attention result finds it too; a request of best fit finds any.
-            fit="exact" if ahead and fit == "best" else fit,
-            zero_init=config.zero_init if zeros is None else zeros,
-            pinned=config.prefer_pinned,
-            alignment=config.alignment,
-            numa=strategy == "numa",
-            ahead=ahead,
-        )
-        self.pool.clear(tag, keep=self.capacity(buffer_type))  # what was dropped, not returned, is idle, too
+        # Without waste, an attention result finds it too; a request of best fit finds any.
+        fit = "exact" if ahead and fit == "best" else fit
+        how: dict[str, Any] = {"alignment": config.alignment, "pinned": config.prefer_pinned}
+        how |= {"zero_init": config.zero_init if zeros is None else zeros, "numa": strategy == "numa"}
+        buffer = self.pool.allocate(shape, dtype, device, tag=tag, fit=fit, ahead=ahead, **how)
+        self.pool.clear(tag, keep=self.capacity(tag))  # what was dropped, not returned, is idle, too
         return buffer
 
     def _learn(self, request: Kind) -> None:
@@ -282,6 +269,7 @@ _FIGURES = ("cache_hits", "cache_misses", "deallocations", "cached_buffers", "ca
 _NUMBERS = count(1)
 _MANAGERS: weakref.WeakValueDictionary[str, AttentionBufferManager] = weakref.WeakValueDictionary()
 _SHARED: weakref.WeakValueDictionary[Settings, AttentionBufferManager] = weakref.WeakValueDictionary()
+find_buffer_manager = _MANAGERS.get  # the manager of a `name`, if it still exists in this process
 
 
 def create_attention_buffer_manager(
@@ -308,6 +296,51 @@ def shared_buffer_manager(settings: Settings) -> AttentionBufferManager:
         return manager
 
 
-def find_buffer_manager(name: str) -> AttentionBufferManager | None:
-    """The manager of that `name`, if it still exists in this process."""
-    return _MANAGERS.get(name)
+@lru_cache(maxsize=2)
+def _of_global_pool(lightweight: bool) -> AttentionBufferManager:
+    return AttentionBufferManager(pool=get_global_memory_pool(), lightweight=lightweight)
+
+
+def find_source(memory: str) -> AttentionBufferManager | None:
+    """What lends the workspace of a call: a buffer manager, that of the global pool, or None: fresh memory.
+
+    The name of a manager that is gone, or of another process as in an exported program, means fresh memory:
+    that changes no result.
+    """
+    is_global = memory in (POOL, LIGHTWEIGHT)
+    return _of_global_pool(memory == LIGHTWEIGHT) if is_global else find_buffer_manager(memory)
+
+
+def run_with_memory(
+    memory: str, workspace_bytes: int, device: torch.device, attend: Callable[[int, Workspace], _T]
+) -> _T:
+    """`attend(workspace_bytes, workspace)` with a workspace of the named source.
+
+    A call with pooled memory that runs out of it frees all that is idle and tries again, then in smaller
+    batches.
+    """
+    source = find_source(memory)
+    if source is None:
+        return attend(workspace_bytes, Workspace())
+
+    def attend_in(size: int) -> _T:
+        with source.workspace(device) as workspace:
+            return attend(size, workspace)
+
+    if not source.retries:
+        return attend_in(workspace_bytes)
+    sizes = [max(1, workspace_bytes // part) for part in (1, 1, 8, 64)]
+    tried = f" and batches cut to {describe_bytes(sizes[-1])}"
+    return process.with_relief([partial(attend_in, size) for size in sizes], device, tried)
+
+
+def check_memory(memory: str) -> None:
+    """Validates the name of a source."""
+    if memory in (FRESH, POOL, LIGHTWEIGHT):
+        return
+    if torch.compiler.is_compiling() and isinstance(memory, str):
+        return  # the registry of managers cannot be traced
+    if not isinstance(memory, str) or find_buffer_manager(memory) is None:
+        raise ValueError(
+            f"memory must be {FRESH!r}, {POOL!r}, {LIGHTWEIGHT!r} or a buffer manager's name, got {memory!r}"
+        )

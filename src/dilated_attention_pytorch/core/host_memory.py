@@ -32,8 +32,7 @@ def host_memory() -> Memory | None:
 
     None where the system does not tell (it tells on Linux).
     """
-    found = [*_physical(), *_cgroups(), *_address_space()]
-    return min(found, default=None)
+    return min([*_physical(), *_cgroups(), *_address_space()], default=None)
 
 
 def device_memory(device: torch.device) -> Memory | None:
@@ -71,11 +70,8 @@ def asked_bytes(error: BaseException) -> int | None:
     """What the failed allocation asked for, where torch's message says it."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
     if found:
-        return int(float(found[1]) * _UNITS[found[2]])
+        return int(float(found[1]) * 2 ** (10 * ("bytes", "KiB", "MiB", "GiB").index(found[2])))
     return None if error.__cause__ is None else asked_bytes(error.__cause__)
-
-
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def describe_bytes(nbytes: int | None) -> str:

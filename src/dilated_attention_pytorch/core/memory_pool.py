@@ -6,32 +6,24 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import MutableMapping, Sequence
+from functools import partial
 from itertools import count
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..checks import (
-    check_alignment,
-    check_count,
-    check_device,
-    check_flags,
-    check_pool_size,
-    check_shape,
-    one_of,
-)
+from ..checks import check_count, check_flags, check_pool_size
 from .host_memory import host_memory, numa_nodes
 from .process import LOGGER, PerProcess, once, release_idle_memory, with_relief
-from .workspace import SMALLEST, Block, Fit, Request, fill_if_deterministic, size_class
+from .workspace import CPU, SMALLEST, Block, Fit, Request, fill_if_deterministic, size_class
 
 # The C library keeps what is freed below 32 MiB for the next caller; larger results start as fresh pages.
 RESULT_BYTES = 32 * 2**20
 LEAST_BUDGET, UNKNOWN_BUDGET = 64 * 2**20, 2**30  # the latter where the system does not tell
 CHECK_SECONDS = 2.0  # between two looks at the machine's free memory, which cost about half a millisecond
 MOST_ASKED = 64  # blocks that a request asks whether they are idle
-CPU = torch.device("cpu")
 FIGURES = ("allocations", "reuses", "deallocations", "largest_bytes")
 _CLOCK = count(1)
 
@@ -104,48 +96,32 @@ class MemoryPool(PerProcess):
 
         Raises ValueError for a buffer larger than `max_bytes`, torch.OutOfMemoryError without memory.
         """
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if not isinstance(tag, str):
-            raise TypeError(f"tag must be a string, got {tag!r}")
-        one_of("fit", fit, get_args(Fit))
-        check_flags(pinned=pinned, numa=numa, zero_init=zero_init, ahead=ahead)
-        check_alignment(alignment)
-        where, request = check_device(device) or CPU, Request(check_shape(shape), dtype, tag, fit, alignment)
-        pinned = pinned and where.type == "cpu" and torch.accelerator.is_available()
-        is_kept = where.type == "cpu" and fit != "fresh" and not pinned
-        if (needed := request.needed) >= 2**62:
-            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {needed}")
-        if is_kept and self.max_bytes is not None and needed > self.max_bytes:
+        check_flags(zero_init=zero_init)
+        given: Any = (shape, dtype, tag, fit, alignment, device, pinned, numa, ahead)
+        request = Request(*given).checked()
+        if request.is_kept and self.max_bytes is not None and request.needed > self.max_bytes:
             limit = f"the pool's budget of {self.max_bytes} bytes"
-            raise ValueError(f"a buffer of {needed} bytes does not fit {limit}")
-        buffer = self.lend(request, where, pinned=pinned, ahead=ahead, is_touched=numa and numa_nodes() > 1)
+            raise ValueError(f"a buffer of {request.needed} bytes does not fit {limit}")
+        buffer = self.lend(request)
         self.trim()
         return buffer.zero_() if zero_init else buffer
 
-    def lend(
-        self,
-        request: Request,
-        device: torch.device = CPU,
-        *,
-        pinned: bool = False,
-        ahead: bool = False,
-        is_touched: bool = False,
-    ) -> Tensor:
+    def lend(self, request: Request) -> Tensor:
         """`allocate` without its checks: a tensor in an idle block that fits it or in a new one.
 
         Beside the pool if that has no room, or does not keep such memory.
         """
-        if device.type != "cpu" or pinned or request.fit == "fresh":
-            return self._lend_fresh(request, device, pinned)
         needed, is_scratch = request.needed, request.fit == "scratch"
+        if not request.is_kept:
+            fresh = _fresh(needed, request.device, request.pinned)
+            self._count(request)
+            return self._hand_out(request, fresh, -1)
         with self._lock:
             limit = self.budget
             size = size_class(needed) if request.fit == "class" else needed
             size = needed if size > limit else size
             buffer = self._find(request, size)
-            if not ahead:
-                self._count(request, reused=buffer is not None)
+            self._count(request, reused=buffer is not None)
             if buffer is not None:
                 return fill_if_deterministic(buffer)
             if is_scratch:  # what is too small now has no further use
@@ -153,26 +129,21 @@ class MemoryPool(PerProcess):
             self._evict(limit - size)
             size = size if self._held() + size <= limit else needed
         # Without the lock: a thread that runs out of memory asks all pools for theirs.
-        buffer = request.tensor_in(_fresh(size, relieved=not is_scratch))
-        if is_touched:
+        return self._hand_out(request, _fresh(size, relieved=not is_scratch), limit)
+
+    def _hand_out(self, request: Request, fresh: torch.UntypedStorage, limit: int) -> Tensor:
+        """A tensor in fresh memory, which becomes a block if the pool then holds `limit` bytes at most."""
+        buffer = request.tensor_in(fresh)
+        if request.numa and numa_nodes() > 1:
             buffer.zero_()
         with self._lock:
-            if self._held() + size <= limit:
-                storage = buffer.untyped_storage()
-                block = Block(storage, request.tag, is_scratch, request.nbytes, next(_CLOCK))
+            if self._held() + fresh.nbytes() <= limit:
+                block = Block(fresh, request.tag, request.fit == "scratch", request.nbytes, next(_CLOCK))
                 self._blocks[block.cdata] = block
                 self._peak = max(self._peak, self._held())
             else:
                 self._loose[buffer] = request.tag
         return fill_if_deterministic(buffer)
-
-    def _lend_fresh(self, request: Request, device: torch.device, pinned: bool) -> Tensor:
-        """A tensor in memory that the pool does not keep."""
-        buffer = request.tensor_in(_fresh(request.needed, device, pinned))
-        with self._lock:
-            self._loose[buffer] = request.tag
-            self._count(request)
-        return fill_if_deterministic(buffer) if device == CPU else buffer
 
     def deallocate(self, buffer: Tensor, tag: str | None = None) -> None:
         """Returns a buffer, which must have the tag if one is given.
@@ -187,9 +158,9 @@ class MemoryPool(PerProcess):
                 block = self._blocks.get(buffer.untyped_storage()._cdata)
             own = self._loose.get(buffer) if block is None else None if block.returned else block.tag
             if own is None:
+                why = "it was returned before, or came from elsewhere"
                 raise ValueError(
-                    f"a tensor of shape {tuple(buffer.shape)} is not on loan from this pool: it was returned "
-                    "before, or came from elsewhere"
+                    f"a tensor of shape {tuple(buffer.shape)} is not on loan from this pool: {why}"
                 )
             if tag not in (None, own):
                 raise ValueError(f"a buffer allocated as {own} cannot be returned as {tag}")
@@ -255,12 +226,10 @@ class MemoryPool(PerProcess):
 
     def idle_buffers(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the idle buffers by tag; of scratch the tag is its slot."""
-        figures: dict[str, tuple[int, int]] = {}
         with self._lock:
-            for block in self._find_idle():
-                number, nbytes = figures.get(block.tag, (0, 0))
-                figures[block.tag] = (number + 1, nbytes + block.nbytes)
-        return figures
+            idle = self._find_idle()
+        sizes = {tag: [b.nbytes for b in idle if b.tag == tag] for tag in {block.tag for block in idle}}
+        return {tag: (len(those), sum(those)) for tag, those in sizes.items()}
 
     def get_stats(self) -> dict[str, Any]:
         """Figures of the pool, in bytes and counts.
@@ -274,22 +243,15 @@ class MemoryPool(PerProcess):
             idle, counted = self._find_idle(), sum(self.figures.values(), Counter[str]())
             total, cached = self._held(), sum(block.nbytes for block in idle)
             asked = sum(block.requested for block in list(self._blocks.values()) if block not in idle)
-            stats: dict[str, Any] = {
-                "total_allocated": total,
-                "in_use_bytes": total - cached,
-                "cached_bytes": cached,
-                "cached_buffers": len(idle),
-                "max_bytes": self.max_bytes or self._budget,
-                "reuse_rate": counted["reuses"] / max(1, counted["allocations"]),
-                "fragmentation": 1 - asked / (total - cached) if total > cached else 0.0,
-                "numa_nodes": numa_nodes(),
-                "allocation_count": counted["allocations"],
-                "reuse_count": counted["reuses"],
-                "deallocation_count": counted["deallocations"],
-                "evictions": self._evictions,
-                "pressure_cleanups": self._pressure_cleanups,
-                "peak_allocated": self._peak,
+            stats: dict[str, Any] = {"total_allocated": total, "peak_allocated": self._peak}
+            stats |= {"in_use_bytes": total - cached, "cached_bytes": cached, "cached_buffers": len(idle)}
+            stats |= {
+                f"{name}_count": counted[f"{name}s"] for name in ("allocation", "reuse", "deallocation")
             }
+            stats["reuse_rate"] = counted["reuses"] / max(1, counted["allocations"])
+            stats["fragmentation"] = 1 - asked / (total - cached) if total > cached else 0.0
+            stats |= {"max_bytes": self.max_bytes or self._budget, "numa_nodes": numa_nodes()}
+            stats |= {"evictions": self._evictions, "pressure_cleanups": self._pressure_cleanups}
             if self.enable_profiling:
                 stats["types"] = {tag: {name: x[name] for name in FIGURES} for tag, x in self.figures.items()}
         return stats
@@ -300,11 +262,8 @@ class MemoryPool(PerProcess):
         """
         tag, fit, is_scratch = request.tag, request.fit, request.fit == "scratch"
         most = 2 * size if fit == "best" else math.inf if is_scratch else size
-        found = [
-            block
-            for block in list(self._blocks.values())
-            if block.tag == tag and block.is_scratch == is_scratch and size <= block.nbytes <= most
-        ]
+        alike = [b for b in list(self._blocks.values()) if (b.tag, b.is_scratch) == (tag, is_scratch)]
+        found = [b for b in alike if size <= b.nbytes <= most]
         found.sort(key=lambda b: (b.nbytes, -b.used if b.returned else b.used))
         for block in found[:MOST_ASKED]:
             if not block.has_users(0):
@@ -333,17 +292,17 @@ class MemoryPool(PerProcess):
 
     def _evict(self, limit: int) -> int:
         """Frees idle memory until `limit` bytes are held."""
-        excess, going = self._held() - limit, []
+        freed, excess = 0, self._held() - limit
         for block in self._find_idle() if excess > 0 else ():
-            if excess > 0:
-                going.append(block)
-                excess -= block.nbytes
-        return self._free(going)
+            freed += self._free([block] if freed < excess else [])
+        return freed
 
     def _held(self) -> int:
         return sum(block.nbytes for block in list(self._blocks.values()))
 
     def _count(self, request: Request, reused: bool = False) -> None:
+        if request.ahead:
+            return
         figures = self.figures[request.tag]
         figures["allocations"] += 1
         figures["reuses"] += reused
@@ -365,9 +324,6 @@ def _fresh(
     nbytes: int, device: torch.device = CPU, pinned: bool = False, *, relieved: bool = True
 ) -> torch.UntypedStorage:
     """Scratch needs no relief of its own: a call of attention is tried again as a whole."""
-
-    def make() -> torch.UntypedStorage:
-        fresh = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        return fresh.untyped_storage()
-
-    return with_relief((make, make), device, "") if relieved else make()
+    make = partial(torch.empty, nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    fresh: Tensor = with_relief((make, make), device) if relieved else make()
+    return fresh.untyped_storage()

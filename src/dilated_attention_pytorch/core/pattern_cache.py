@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,14 +19,10 @@ from .process import LOGGER, PerProcess, once
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False)
 class _Entry:
-    value: Any
-    seconds: float = 0.0  # spent on building it
-    copies: dict[torch.device, tuple[Any, int]] = field(default_factory=dict)  # and their bytes
-
-    def __post_init__(self) -> None:
-        self.bytes = _nbytes(self.value)
+    def __init__(self, value: Any, seconds: float = 0.0) -> None:
+        self.value, self.seconds, self.bytes = value, seconds, _nbytes(value)  # seconds of building it
+        self.copies: dict[torch.device, Any] = {}
 
 
 class PatternCache(PerProcess):
@@ -78,21 +74,21 @@ class PatternCache(PerProcess):
         same value, unless `keep_after` keeps none. A copy for a device is made once with `cache_on_gpu`, and
         dropped with its value.
         """
-        with self._lock:
-            entry = self._find(key)
+        entry = self._find(key)
         if entry is None:
             start = perf_counter()
             # A value outlives the call: no graph, and no inference tensor, which training would refuse.
             with torch.inference_mode(False), torch.no_grad():
                 built = build()
             entry = self._keep(key, _Entry(built, perf_counter() - start))
-        value: _T = entry.value if device is None else self._on_device(entry, torch.device(device))
+        value: _T = (
+            entry.value if device is None else self._on_device(entry, normal_device(torch.device(device)))
+        )
         return value
 
     def get(self, key: Hashable, default: Any = None) -> Any:
         """The value of a key, or `default`; a hit or a miss either way."""
-        with self._lock:
-            entry = self._find(key)
+        entry = self._find(key)
         return default if entry is None else entry.value
 
     def put(self, key: Hashable, value: Any) -> None:
@@ -134,17 +130,11 @@ class PatternCache(PerProcess):
         `saved_seconds` is the build time of each value times its hits.
         """
         with self._lock:
-            stats: dict[str, Any] = {
-                "hits": self._hits,
-                "misses": self._misses,
-                "hit_rate": self._hits / max(1, self._hits + self._misses),
-                "size": len(self._cache),
-                "max_size": self.max_size,
-                "evictions": self._evictions,
-                "bytes": self._bytes(),
-                "max_bytes": self.max_bytes,
-                "device_bytes": self._device_bytes(),
-            }
+            stats: dict[str, Any] = {"hits": self._hits, "misses": self._misses}
+            stats["hit_rate"] = self._hits / max(1, self._hits + self._misses)
+            stats |= {"size": len(self._cache), "max_size": self.max_size, "evictions": self._evictions}
+            stats |= {"bytes": self._bytes(), "max_bytes": self.max_bytes}
+            stats["device_bytes"] = self._device_bytes()
             if self.enable_profiling:
                 stats |= {"build_seconds": self._build_seconds, "saved_seconds": self._saved_seconds}
         return stats
@@ -158,8 +148,7 @@ class PatternCache(PerProcess):
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            rule = "synchronize needs an initialised torch.distributed"
-            raise RuntimeError(f"{rule}, and it is not initialised")
+            raise RuntimeError("synchronize needs an initialised torch.distributed, got none")
         with self._lock:
             message = [[(key, entry.value) for key, entry in self._cache.items()]]
         dist.broadcast_object_list(message, src=src, group=group)
@@ -167,18 +156,18 @@ class PatternCache(PerProcess):
             self.put(key, value)
 
     def _find(self, key: Hashable) -> _Entry | None:
-        """The entry of a key, counted as a hit or a miss. Called with the lock held."""
-        entry = self._cache.get(key)
-        if entry is not None:
-            self._cache.move_to_end(key)
-            self._hits += 1
-            self._saved_seconds += entry.seconds
-            return entry
-        self._misses += 1
-        if self.auto_tune and self._seen.get(key, 0) >= self.keep_after:
-            self.max_size *= 2
-            self._seen.clear()  # the other keys may fit now, and each would double the size again
-            LOGGER.debug("pattern cache grows to %d values", self.max_size)
+        """The entry of a key, counted as a hit or a miss."""
+        with self._lock:
+            entry = self._cache.get(key)
+            if entry is not None:
+                self._cache.move_to_end(key)
+                self._hits += 1
+                self._saved_seconds += entry.seconds
+                return entry
+            self._misses += 1
+            if self.auto_tune and self._seen.get(key, 0) >= self.keep_after:
+                self.max_size *= 2
+                self._seen.clear()  # the other keys may fit now, and each would double the size again
         return None
 
     def _keep(self, key: Hashable, entry: _Entry) -> _Entry:
@@ -193,33 +182,29 @@ class PatternCache(PerProcess):
             else:
                 self._seen[key] = requests
                 self._evict()
-            return entry
+        return entry
 
     def _on_device(self, entry: _Entry, device: torch.device) -> Any:
-        value, device = entry.value, normal_device(device)
+        value = entry.value
         if not hasattr(value, "to") or getattr(value, "device", None) == device:
             return value
-        with self._lock:
-            if device in entry.copies:
-                return entry.copies[device][0]
-        with torch.inference_mode(False), torch.no_grad():
-            copy = value.to(device)
-        size = _nbytes(copy)
-        if not self.cache_on_gpu or size > self.max_bytes:
-            return copy
-        with self._lock:
-            copy, _ = entry.copies.setdefault(device, (copy, size))
-            excess = self._device_bytes() - self.max_bytes
-            for oldest in self._cache.values():  # in order of use
-                while excess > 0 and oldest.copies:
-                    excess -= oldest.copies.pop(next(iter(oldest.copies)))[1]
+        copy = entry.copies.get(device)
+        if copy is None:
+            with torch.inference_mode(False), torch.no_grad():
+                copy = value.to(device)
+            if self.cache_on_gpu and _nbytes(copy) <= self.max_bytes:
+                with self._lock:
+                    copy = entry.copies.setdefault(device, copy)
+                    for oldest in self._cache.values():  # in order of use
+                        while oldest.copies and self._device_bytes() > self.max_bytes:
+                            del oldest.copies[next(iter(oldest.copies))]
         return copy
 
     def _bytes(self) -> int:
         return sum(entry.bytes for entry in self._cache.values())
 
     def _device_bytes(self) -> int:
-        return sum(size for entry in self._cache.values() for _, size in entry.copies.values())
+        return sum(_nbytes(copy) for entry in self._cache.values() for copy in entry.copies.values())
 
     def _store(self, key: Hashable, entry: _Entry) -> None:
         self._cache.pop(key, None)
@@ -260,8 +245,7 @@ def get_global_pattern_cache() -> PatternCache:
 
     The environment sets it up: PATTERN_CACHE_MAX_SIZE (1000) and PATTERN_CACHE_ENABLE_PROFILING (0).
     """
-    max_size, enable_profiling = _environment()
-    return PatternCache(max_size, enable_profiling=enable_profiling)
+    return PatternCache(**_environment())
 
 
 def reset_global_pattern_cache() -> None:
@@ -269,14 +253,13 @@ def reset_global_pattern_cache() -> None:
 
     The cache stays the same object, because modules hold it.
     """
-    max_size, enable_profiling = _environment()
-    cache = get_global_pattern_cache()
+    settings, cache = _environment(), get_global_pattern_cache()
     with cache._lock:
         cache._start_clean()
-        cache.max_size, cache.enable_profiling = max_size, enable_profiling
+        vars(cache).update(settings)
 
 
-def _environment() -> tuple[int, bool]:
+def _environment() -> dict[str, Any]:
     size = os.environ.get("PATTERN_CACHE_MAX_SIZE", "1000")
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"PATTERN_CACHE_MAX_SIZE must be a positive integer, got {size!r}")
@@ -284,16 +267,14 @@ def _environment() -> tuple[int, bool]:
     on, off = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
     if profiling.lower() not in on + off:
         raise ValueError(f"PATTERN_CACHE_ENABLE_PROFILING must be one of {on + off}, got {profiling!r}")
-    return int(size), profiling.lower() in on
+    return {"max_size": int(size), "enable_profiling": profiling.lower() in on}
 
 
 def _nbytes(value: Any) -> int:
     """Bytes of a value and of what it holds."""
     if isinstance(nbytes := getattr(value, "nbytes", None), int):
         return nbytes
-    parts: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
-    if isinstance(value, dict):
-        parts = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, each.name) for each in fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, each.name) for each in fields(value)]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return sys.getsizeof(value) + sum(map(_nbytes, parts))

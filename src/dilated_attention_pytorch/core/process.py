@@ -42,16 +42,14 @@ class PerProcess:
         """Frees what can be had again; returns how many bytes of host memory that were."""
         return 0
 
-    def __copy__(self: _T) -> _T:
+    def __deepcopy__(self: _T, *_: Any) -> _T:
         return self
 
-    def __deepcopy__(self: _T, memo: dict[int, Any]) -> _T:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self._found_by is not None:
-            return self._found_by, ()
-        return partial(type(self), **{name: getattr(self, name) for name in self.SETTINGS}), ()
+        own = partial(type(self), **{name: getattr(self, name) for name in self.SETTINGS})
+        return self._found_by or own, ()
 
 
 _INSTANCES: weakref.WeakSet[PerProcess] = weakref.WeakSet()
@@ -85,7 +83,7 @@ def release_idle_memory() -> int:
     return freed
 
 
-def with_relief(tries: Iterable[Callable[[], _T]], device: torch.device, tried: str) -> _T:
+def with_relief(tries: Iterable[Callable[[], _T]], device: torch.device, tried: str = "") -> _T:
     """The result of the first try that does not run out of memory; after each that does, what is idle goes.
 
     The error at the end says what was `tried`.

@@ -1,18 +1,27 @@
-"""Scratch of one call by slot, and the blocks of memory that a pool keeps."""
+"""Scratch of one call by slot, the types of buffers, and the blocks of memory that a pool keeps."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from enum import Enum
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..checks import check_alignment, check_device, check_flags, check_positive, check_shape, one_of
+from .host_memory import numa_nodes
+
 Make = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 Fit = Literal["class", "best", "exact", "scratch", "fresh"]
+Frequency = Literal["low", "medium", "high"]
+Lifetime = Literal["operation", "forward", "iteration", "persistent"]
+CAPACITY: dict[str, int] = {"low": 5, "medium": 7, "high": 10}  # idle buffers kept of a type
+FITS: dict[str, Fit] = {"bucketed": "class", "numa": "exact", "fragment_aware": "best", "direct": "exact"}
+MIB, CPU = 2**20, torch.device("cpu")
 SMALLEST = 512  # bytes of the smallest size class
 
 
@@ -50,6 +59,87 @@ class Workspace:
         return self._make_result("output", shape, dtype)
 
 
+class BufferType(str, Enum):
+    """What a buffer is for."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    OUTPUT = "output"
+    SCORES = "scores"
+    WEIGHTS = "weights"
+    TEMP = "temp"
+    COMM = "comm"
+    MASK = "mask"
+    CACHE = "cache"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        known = ", ".join(each.value for each in cls)
+        raise ValueError(f"buffer_type must be one of {known}, got {value!r}")
+
+    @classmethod
+    def of(cls, tag: str) -> BufferType:
+        """The type of a tag or a slot of scratch: "key", or "comm_in"; those of no type are temporary."""
+        name = tag.partition("_")[0]
+        return cls(name) if name in cls._value2member_map_ else cls.TEMP
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """How buffers of a type are had and kept.
+
+    Args:
+        typical_size_mb: in MiB. A buffer of more than twice that takes the best fitting idle one.
+        reuse_frequency: "low", "medium" or "high": 5, 7 or 10 idle buffers are kept.
+        lifetime: "operation", "forward", "iteration" or "persistent": when idle buffers of the type have no
+            further use; `clear_cache(lifetime=...)` frees what has reached its end.
+        prefer_bucketed: below 1 MiB and with high reuse, sizes are rounded up to a size class.
+        prefer_numa: above 16 MiB on a host of several NUMA nodes, memory is spread over them.
+        prefer_pinned: page-locked memory, where there is a device to copy to.
+        zero_init: filled with zeros when handed out.
+        alignment: of the first element in bytes, a power of two.
+    """
+
+    typical_size_mb: float
+    reuse_frequency: Frequency
+    lifetime: Lifetime
+    prefer_bucketed: bool = True
+    prefer_numa: bool = False
+    prefer_pinned: bool = False
+    zero_init: bool = False
+    alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(typical_size_mb=self.typical_size_mb)
+        one_of("reuse_frequency", self.reuse_frequency, get_args(Frequency))
+        one_of("lifetime", self.lifetime, get_args(Lifetime))
+        names = ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init")
+        check_flags(**{name: getattr(self, name) for name in names})
+        check_alignment(self.alignment)
+
+    def strategy(self, nbytes: int) -> str:
+        """ "bucketed", "numa", "fragment_aware" or "direct", by the size of a buffer."""
+        if nbytes < MIB and self.prefer_bucketed and self.reuse_frequency == "high":
+            return "bucketed"
+        if nbytes > 16 * MIB and self.prefer_numa and numa_nodes() > 1:
+            return "numa"
+        return "fragment_aware" if nbytes > 2 * self.typical_size_mb * MIB else "direct"
+
+
+_INPUT = BufferConfig(4.0, "high", "forward")
+_SCORES = BufferConfig(16.0, "medium", "operation", prefer_bucketed=False, prefer_numa=True)
+DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = {
+    **dict.fromkeys((BufferType.QUERY, BufferType.KEY, BufferType.VALUE), _INPUT),
+    BufferType.OUTPUT: BufferConfig(4.0, "high", "forward", zero_init=True),
+    **dict.fromkeys((BufferType.SCORES, BufferType.WEIGHTS), _SCORES),
+    BufferType.TEMP: BufferConfig(1.0, "high", "operation"),
+    BufferType.COMM: BufferConfig(8.0, "medium", "persistent", prefer_bucketed=False, prefer_pinned=True),
+    BufferType.MASK: BufferConfig(1.0, "low", "persistent", alignment=64),
+    BufferType.CACHE: BufferConfig(32.0, "low", "persistent", prefer_bucketed=False),
+}
+
+
 class Request(NamedTuple):
     """A contiguous tensor in memory of a pool; see `MemoryPool.allocate`."""
 
@@ -58,6 +148,31 @@ class Request(NamedTuple):
     tag: str
     fit: Fit
     alignment: int | None = None
+    device: torch.device = CPU
+    pinned: bool = False
+    numa: bool = False
+    ahead: bool = False
+
+    def checked(self) -> Request:
+        """The same with normal values, or an error that says what is wrong."""
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if not isinstance(self.tag, str):
+            raise TypeError(f"tag must be a string, got {self.tag!r}")
+        one_of("fit", self.fit, get_args(Fit))
+        check_flags(pinned=self.pinned, numa=self.numa, ahead=self.ahead)
+        check_alignment(self.alignment)
+        shape, device = check_shape(self.shape), check_device(self.device) or CPU
+        pinned = self.pinned and device.type == "cpu" and torch.accelerator.is_available()
+        request = self._replace(shape=shape, device=device, pinned=pinned)
+        if request.needed >= 2**62:
+            raise ValueError(f"a buffer must have fewer than 2**62 bytes, got {request.needed}")
+        return request
+
+    @property
+    def is_kept(self) -> bool:
+        """By the pool: torch caches pinned memory and that of devices itself, and knows about streams."""
+        return self.device.type == "cpu" and not self.pinned and self.fit != "fresh"
 
     @property
     def nbytes(self) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..checks import autocast_inputs, check_new_tokens, named_keywords, whole_numbers
+from ..core.attention_buffer_manager import FRESH
 from ..core.pattern_cache import get_global_pattern_cache
-from ..core.sources import FRESH
 from ..core.tracing import uncompiled
 from ..core.workspace import Workspace
 from ..kernels import How, Inputs, Kernel, Request, choose_kernel

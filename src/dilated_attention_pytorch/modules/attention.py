@@ -19,8 +19,14 @@ from ..checks import (
     refuse_unknown,
 )
 from ..core import MemoryPool, PatternCache, get_global_memory_pool, get_global_pattern_cache
-from ..core.attention_buffer_manager import AttentionBufferManager, Settings, shared_buffer_manager
-from ..core.sources import FRESH, LIGHTWEIGHT, POOL
+from ..core.attention_buffer_manager import (
+    FRESH,
+    LIGHTWEIGHT,
+    POOL,
+    AttentionBufferManager,
+    Settings,
+    shared_buffer_manager,
+)
 from ..core.tracing import remembered
 from ..functional import attend, spec_of
 from ..ops import check_execution

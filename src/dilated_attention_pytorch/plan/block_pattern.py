@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..checks import check_dense, check_flags, check_positive_int
 from ..core.tracing import uncompiled
-from . import flex, pattern_file, pictures
-from .pattern_file import raw_bytes
-from .tiles import count_seen, keep_tiles
+from . import flex, pictures
+from .pattern_tables import count_seen, keep_tiles, raw_bytes, read_pattern, write_pattern
 
 _SHADES = " ░▒▓█"
 
@@ -280,12 +279,12 @@ class BlockPattern:
         sizes = {"n": self.n, "block_size": self.block_size, "is_causal": self.is_causal}
         sizes |= {"rows": self.starts.numel() - 1, "blocks": self.columns.numel()}
         sizes |= {"tiles": 0 if self.tiles is None else len(self.tiles)}
-        pattern_file.write_pattern(path, sizes, self._tensors)
+        write_pattern(path, sizes, self._tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> BlockPattern:
         """Reads a file of `save`, and validates it. Runs no code from the file."""
-        return cls(*pattern_file.read_pattern(path))
+        return cls(*read_pattern(path))
 
     def draw(self, path: str | Path, *, layout: int = 0, pixels: int = 512) -> None:
         """Paints one layout, as PNG or by its suffix as SVG, with title, axes and legend (extra `charts`).

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 from .block_pattern import BlockPattern
-from .runs import COLUMN, Pass, Plan, Range, Region, Shape, even_parts, make_plan
+from .runs import (
+    COLUMN,
+    Pass,
+    Plan,
+    Range,
+    Shape,
+    Table,
+    cut_regions,
+    even_parts,
+    every_batch,
+    make_jobs,
+    make_plan,
+    of_key_heads,
+)
 
 JOINED_BELOW = 64  # tokens a block: a kernel is slower with so few query rows
 JOINED_ROWS = 512  # tokens of the rows that are joined
@@ -57,43 +70,35 @@ def plan_blocks(
     met = torch.zeros(len(pattern), max(1, pattern.rows), dtype=torch.bool)
     tables, tiles, stages = [], [], 1
     for meeting in _meetings(pattern, queries, keys, joins):
-        met[meeting.layout.repeat_interleave(meeting.join), expand_rows(meeting)] = True
+        rows = (meeting.row[:, None] + torch.arange(meeting.join)).flatten()
+        met[meeting.layout.repeat_interleave(meeting.join), rows] = True
         stages = max(stages, meeting.stage + 1)
         jobs, runs = _jobs(pattern, shape, meeting, queries, keys)
         if meeting.tiles is not None:
             numbers = torch.nn.functional.pad(meeting.tiles, (0, int(meeting.has_diagonal)), value=-1)
             tiles.append(numbers.flatten().long())
-        if kv is not None:
-            head = jobs[:, COLUMN["kv"]]
-            jobs = jobs[(head >= kv[0]) & (head < kv[0] + kv[1])]
-        tables.append((jobs, runs))
+        tables.append((jobs if kv is None else of_key_heads(jobs, kv), runs))
     first, end = blocks_of(queries, pattern.block_size)
     # Blocks, or joined ones, begin at multiples of their size only if the window does.
     can_cut = queries[0] == 0 and direction == "forward" and stages > 1
-    everything = (0, shape.b), (0, shape.n)
-    if kv is not None:
-        regions: tuple[Region, ...] = (Region(*everything, kv),)
-    elif kv_heads is not None:
-        regions = tuple(Region(*everything, each) for each in even_parts(shape.h_kv, kv_heads))
-    else:
-        regions = _regions(pattern.block_size, shape, itemsize, direction, workspace_bytes, can_cut)
-    placed = [(_place(jobs, regions), runs) for jobs, runs in tables]
+    grid = [(0, shape.b)], [kv or (0, shape.h_kv)], [0, shape.n]
+    if kv_heads is not None and kv is None:
+        grid = grid[0], even_parts(shape.h_kv, kv_heads), grid[2]
+    elif kv is None and (direction == "backward" or (itemsize < 4 and can_cut)):
+        grid = _grid(pattern.block_size, shape, itemsize, direction, workspace_bytes, can_cut)
+    regions = cut_regions(tables, *grid)
     budget = workspace_bytes * (2 if direction == "forward" else 1)  # the other half is for gradients
     covers = bool(met[:, first:end].all())
     unit = (pattern.block_size, queries[0])
     facts: dict[str, Any] = {"unit": unit, "covers_queries": covers, "budget": budget}
     if tiles:
         facts |= {"tiles": pattern.tiles, "run_tiles": torch.cat(tiles)}
-    return make_plan(placed, shape, regions, **facts)
+    return make_plan(tables, shape, regions, **facts)
 
 
 def blocks_of(window: Range, size: int) -> Range:
     """The blocks [from, to) that a window touches."""
     return (window[0] // size, -(-window[1] // size)) if window[1] > window[0] else (0, 0)
-
-
-def expand_rows(meeting: Meeting) -> Tensor:
-    return (meeting.row[:, None] + torch.arange(meeting.join)).flatten()
 
 
 def _meetings(pattern: BlockPattern, queries: Range, keys: Range, joins: bool) -> Iterator[Meeting]:
@@ -175,9 +180,7 @@ def _join(meeting: Meeting, size: int) -> list[Meeting]:
     return found
 
 
-def _jobs(
-    pattern: BlockPattern, shape: Shape, meeting: Meeting, queries: Range, keys: Range
-) -> tuple[Tensor, Tensor]:
+def _jobs(pattern: BlockPattern, shape: Shape, meeting: Meeting, queries: Range, keys: Range) -> Table:
     """A table of jobs and one of runs, for all heads and batches that the layouts serve."""
     size, columns = pattern.block_size, meeting.columns.long()
     first, last = meeting.row * size, (meeting.row + meeting.join) * size
@@ -188,68 +191,40 @@ def _jobs(
     low = (columns * size).clamp(min=keys[0])
     count = ((columns + 1) * size).clamp(max=keys[1]) - low
     runs = torch.stack([low - queries[0], torch.ones_like(low), count, torch.ones_like(low)], 1)
-    jobs = torch.zeros(len(meeting.row), len(COLUMN), dtype=torch.int64)
-    values: dict[str, Tensor | int] = {
-        "stage": meeting.stage,
-        "heads": 1,
-        "head_step": 1,
-        "start": begin - queries[0],
-        "step": 1,
-        "count": last.clamp(max=queries[1]) - begin,
-        "first_run": torch.arange(len(jobs)) * num,
-        "num_runs": num,
-        "causal": int(meeting.has_diagonal),
-        "opens_branch": int(meeting.stage == 0 and queries == keys),
-        "opens_queries": int(meeting.stage == 0 and queries == keys),
-    }
-    for name, value in values.items():
-        jobs[:, COLUMN[name]] = value
-    group, head, b = shape.h // shape.h_kv, meeting.layout % shape.h, shape.b
-    if len(pattern) == 1:
-        jobs[:, COLUMN["heads"]] = group
-        units = torch.arange(shape.b * shape.h_kv).repeat_interleave(len(jobs))
-        jobs = jobs.repeat(shape.b * shape.h_kv, 1)
-        jobs[:, COLUMN["batch"]], jobs[:, COLUMN["kv"]] = units // shape.h_kv, units % shape.h_kv
-        jobs[:, COLUMN["head"]] = units % shape.h_kv * group
-        return jobs, runs
-    jobs[:, COLUMN["head"]], jobs[:, COLUMN["kv"]] = head, head // group
-    if len(pattern) == shape.h:
-        jobs[:, COLUMN["batch"]] = 0
-        batches = torch.arange(b).repeat_interleave(len(jobs))
-        jobs = jobs.repeat(b, 1)
-        jobs[:, COLUMN["batch"]] = batches
-    else:
-        jobs[:, COLUMN["batch"]] = meeting.layout // shape.h
-    return jobs, runs
+    opens = int(meeting.stage == 0 and queries == keys)
+    group, head = shape.h // shape.h_kv, meeting.layout % shape.h
+    jobs = make_jobs(
+        len(meeting.row),
+        stage=meeting.stage,
+        batch=meeting.layout // shape.h,
+        head=head,
+        heads=1,
+        head_step=1,
+        kv=head // group,
+        start=begin - queries[0],
+        step=1,
+        count=last.clamp(max=queries[1]) - begin,
+        first_run=torch.arange(len(meeting.row)) * num,
+        num_runs=num,
+        causal=int(meeting.has_diagonal),
+        opens_branch=opens,
+        opens_queries=opens,
+    )
+    if len(pattern) == 1:  # for all heads
+        kv = torch.arange(shape.h_kv).repeat_interleave(len(jobs))
+        jobs = jobs.repeat(shape.h_kv, 1)
+        jobs[:, COLUMN["kv"]], jobs[:, COLUMN["head"]], jobs[:, COLUMN["heads"]] = kv, kv * group, group
+    return (every_batch(jobs, shape.b) if len(pattern) in (1, shape.h) else jobs), runs
 
 
-def _regions(
+def _grid(
     size: int, shape: Shape, itemsize: int, direction: Pass, workspace_bytes: int, can_cut: bool
-) -> tuple[Region, ...]:
-    """Forward all at once, or what float32 sums of half precision leave room for; backward by key heads."""
+) -> tuple[list[Range], list[Range], list[int]]:
+    """Batches, key heads and times of regions: what float32 sums leave room for, backward by key heads."""
     b, n, h, h_kv, d = shape
-    if direction == "forward" and (itemsize >= 4 or not can_cut):
-        return (Region((0, b), (0, n), (0, h_kv)),)
     a_head, rows = (2 if direction == "backward" else h // h_kv) * d * max(4, itemsize), n
     if can_cut:
         aligned = max(1, JOINED_ROWS // size) * size
         rows = min(n, max(1, workspace_bytes // (2 * a_head * aligned)) * aligned)
     kv_fit = max(1, min(h_kv, workspace_bytes // (a_head * max(1, rows))))
-    times = [(start, min(rows, n - start)) for start in range(0, n, rows)]
-    kvs = even_parts(h_kv, kv_fit)
-    return tuple(Region((batch, 1), time, kv) for batch in range(b) for kv in kvs for time in times)
-
-
-def _place(jobs: Tensor, regions: tuple[Region, ...]) -> Tensor:
-    """The jobs with the number of their region; regions are a grid."""
-    if len(regions) < 2 or not len(jobs):
-        return jobs
-    first = regions[0]
-    sizes = [first.batch[1], first.kv[1], first.time[1]]
-    ends = [max(sum(getattr(r, name)) for r in regions) for name in ("batch", "kv", "time")]
-    counts = [-(-end // size) for end, size in zip(ends, sizes, strict=True)]
-    b, kv, t = (
-        jobs[:, COLUMN[name]] // size for name, size in zip(("batch", "kv", "start"), sizes, strict=True)
-    )
-    jobs[:, COLUMN["region"]] = (b * counts[1] + kv) * counts[2] + t
-    return jobs
+    return even_parts(b, 1), even_parts(h_kv, kv_fit), [*range(0, n, rows), n]

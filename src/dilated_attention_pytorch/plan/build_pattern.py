@@ -175,9 +175,8 @@ def _assemble(
     counts[:, :num_dense] = rows
     dense = torch.arange(rows, dtype=torch.int32, device="cpu").repeat(layouts, num_dense)
     columns = torch.cat([dense, kept[:, num_dense:].flatten(1)], 1)
-    return BlockPattern.from_counts(
-        n, config.block_size, counts.flatten(), columns[columns < rows], is_causal
-    )
+    columns = columns[columns < rows]
+    return BlockPattern.from_counts(n, config.block_size, counts.flatten(), columns, is_causal)
 
 
 def choose_blocks(
@@ -197,12 +196,8 @@ def choose_blocks(
     """
     b, h, rows, _ = row.shape
     if not b:  # an empty batch: nobody will ask for more than a pattern
-        row, column, key_mask, b = (
-            row.new_zeros(1, *row.shape[1:]),
-            column.new_zeros(1, *column.shape[1:]),
-            None,
-            1,
-        )
+        row, column = (x.new_zeros(1, *x.shape[1:]) for x in (row, column))
+        return choose_blocks(row, column, n, config, is_causal, None)
     query, key = row.flatten(0, 1), column.repeat_interleave(h // column.shape[1], 1).flatten(0, 1)
     seen = torch.ones(b, rows, dtype=torch.bool, device=row.device)
     if key_mask is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from array import array
 from functools import partial
-from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,15 +15,22 @@ from .runs import (
     COLUMN,
     DEFAULT_WORKSPACE_BYTES,
     UNBOUNDED,
+    Docs,
     Pass,
     Plan,
     Range,
     Region,
     Shape,
+    Table,
     bytes_a_row,
+    cut_regions,
     even_parts,
+    every_batch,
+    find_plan,
+    make_jobs,
     make_plan,
     numbered,
+    of_key_heads,
     rows_within,
 )
 
@@ -124,13 +129,7 @@ class JobBuilder:
     """Jobs of queries and keys in windows of positions, cut so that a job fits the budget."""
 
     def __init__(
-        self,
-        spec: DilatedSpec,
-        shape: Shape,
-        shard: Shard,
-        docs: tuple[int, ...] | None,
-        itemsize: int,
-        budget: int,
+        self, spec: DilatedSpec, shape: Shape, shard: Shard, docs: Docs, itemsize: int, budget: int
     ) -> None:
         self.spec, self.shape, self.shard, self.budget = spec, shape, shard, budget
         self.row_bytes = bytes_a_row(shape.d, itemsize)
@@ -152,7 +151,7 @@ class JobBuilder:
         serving = [i for i in self.order if len(self.units[i].head)]
         return all(self.spec.dilation_rates[i] == 1 and self.opens_keys[i] for i in serving)
 
-    def jobs(self, queries: Range, keys: Range, first_stage: int = 0) -> list[tuple[Tensor, Tensor]]:
+    def jobs(self, queries: Range, keys: Range, first_stage: int = 0) -> list[Table]:
         """Tables (jobs, runs) of queries in a window with keys in the same window, or in a disjoint one."""
         if self.spec.is_causal and keys[0] >= queries[1]:
             return []
@@ -164,9 +163,7 @@ class JobBuilder:
                 tables.append(table)
         return tables
 
-    def _branch_jobs(
-        self, branch: int, queries: Range, keys: Range, first_stage: int
-    ) -> tuple[Tensor, Tensor]:
+    def _branch_jobs(self, branch: int, queries: Range, keys: Range, first_stage: int) -> Table:
         spec, units, rate = self.spec, self.units[branch], self.spec.dilation_rates[branch]
         is_own = queries == keys
         start, length, clamped = branch_segments(spec.segment_lengths[branch], self.bounds)
@@ -190,31 +187,34 @@ class JobBuilder:
         segment, unit = segment[job], unit[job]
         at = segment, unit
         num_i, num_j = (int(x.max()) + 1 if len(x) else 1 for x in (i, j))
-        columns = dict.fromkeys(COLUMN, torch.zeros_like(job))
-        columns["stage"] = first_stage + (part * num_i + i) * num_j + j
-        columns["branch"] = torch.full_like(job, branch)
         size = -(-units.heads[unit] // parts)
-        columns["head_step"] = torch.full_like(job, units.head_step)
-        columns["head"] = units.head[unit] + part * size * units.head_step
-        columns["heads"] = torch.minimum(size, units.heads[unit] - part * size)
-        columns["kv"] = units.kv[unit]
-        columns["start"] = first[at] + (q_first[at] + i * q_size) * rate - self.shard.start
-        columns["step"] = torch.full_like(job, rate)
-        columns["count"] = torch.minimum(q_size, q_count[at] - i * q_size)
-        columns["first_run"], columns["num_runs"] = torch.arange(len(job)), torch.ones_like(job)
         is_diagonal = (i == j) & (spec.is_causal and is_own)
-        columns["causal"] = is_diagonal.long()
-        columns["phantom"] = phantom[job] * (j == 0)
         opens = is_own and (spec.head_mixing == "grouped" or branch == self.order[0])
-        columns["opens_branch"] = ((j == 0) & is_own).long()
-        columns["opens_queries"] = ((j == 0) & opens).long()
         opener = is_diagonal if spec.is_causal else i == 0
-        columns["opens_keys"] = (opener & (part == 0) & (is_own and self.opens_keys[branch])).long()
+        jobs = make_jobs(
+            len(job),
+            stage=first_stage + (part * num_i + i) * num_j + j,
+            branch=branch,
+            head=units.head[unit] + part * size * units.head_step,
+            heads=torch.minimum(size, units.heads[unit] - part * size),
+            head_step=units.head_step,
+            kv=units.kv[unit],
+            start=first[at] + (q_first[at] + i * q_size) * rate - self.shard.start,
+            step=rate,
+            count=torch.minimum(q_size, q_count[at] - i * q_size),
+            first_run=torch.arange(len(job)),
+            num_runs=1,
+            causal=is_diagonal,
+            phantom=phantom[job] * (j == 0),
+            opens_branch=(j == 0) & is_own,
+            opens_queries=(j == 0) & opens,
+            opens_keys=opener & (part == 0) & (is_own and self.opens_keys[branch]),
+        )
         runs = torch.ones(len(job), 4, dtype=torch.int64)
         runs[:, 0] = first[at] + (k_first[at] + j * k_size) * rate - self.shard.start
         runs[:, 1] = rate
         runs[:, 2] = torch.minimum(k_size, k_count[at] - j * k_size)
-        return torch.stack([columns[name] for name in COLUMN], 1), runs
+        return jobs, runs
 
     def _cut(
         self, heads: Tensor, queries: Tensor, keys: Tensor, is_causal: bool
@@ -238,18 +238,13 @@ class JobBuilder:
         return job, part, i, j, q_size[job], k_size[job], parts[job]
 
 
-def digest(docs: tuple[int, ...]) -> bytes:
-    """For cache keys: the boundaries of many documents would make a key larger than its plan."""
-    return blake2b(array("q", docs).tobytes()).digest()
-
-
 def plan_dilated(
     spec: DilatedSpec,
     shape: Shape,
     *,
     itemsize: int,
     direction: Pass = "forward",
-    docs: tuple[int, ...] | None = None,
+    docs: Docs = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     cache: PatternCache | None = None,
     steps: int = 1,
@@ -273,13 +268,8 @@ def plan_dilated(
     shard = Shard.whole(shape) if shard is None else shard
     steps = min(steps, shape.n) if direction == "forward" else 1
     scratch = _scratch_rows(spec, shape, direction, accumulates=itemsize < 4)
-    build = partial(_build, spec, shape, itemsize, scratch, docs, workspace_bytes, steps, shard, kv_heads)
-    if cache is None:
-        return build()
-    packing = None if docs is None else digest(docs)
-    key = ("dilated", spec, shape, itemsize, scratch, packing, workspace_bytes, steps, shard, kv_heads)
-    plan: Plan = cache.get_or_build(key, build)
-    return plan
+    call = spec, shape, shard, itemsize, scratch, workspace_bytes, steps, kv_heads
+    return find_plan(cache, ("dilated", *call), docs, partial(_build, *call, docs))
 
 
 def plan_crossing(
@@ -290,7 +280,7 @@ def plan_crossing(
     kv: Range,
     *,
     itemsize: int,
-    docs: tuple[int, ...] | None = None,
+    docs: Docs = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> Plan:
     """The jobs of a shard's queries with keys in a window [from, to) of positions outside of it.
@@ -298,45 +288,30 @@ def plan_crossing(
     `kv` is (first, number) of the key/value heads. Key positions count from the start of the shard.
     """
     builder = JobBuilder(spec, shape, shard, docs, itemsize, workspace_bytes // 2)
-    tables = []
-    for jobs, runs in builder.jobs((shard.start, shard.start + shape.n), keys):
-        head = jobs[:, COLUMN["kv"]]
-        tables.append((jobs[(head >= kv[0]) & (head < kv[0] + kv[1])], runs))
-    region = Region((0, shape.b), (0, shape.n), kv)
-    return make_plan(
-        [(every_batch(jobs, shape.b), runs) for jobs, runs in tables],
-        shape,
-        (region,),
-        budget=builder.budget,
-    )
-
-
-def every_batch(jobs: Tensor, b: int) -> Tensor:
-    """The jobs of one batch, for each of b batches."""
-    repeated = jobs.repeat(b, 1)
-    repeated[:, COLUMN["batch"]] = torch.repeat_interleave(torch.arange(b), len(jobs))
-    return repeated
+    tables = builder.jobs((shard.start, shard.start + shape.n), keys)
+    placed = [(every_batch(of_key_heads(jobs, kv), shape.b), runs) for jobs, runs in tables]
+    return make_plan(placed, shape, (Region.whole(shape, kv),), budget=builder.budget)
 
 
 def _build(
     spec: DilatedSpec,
     shape: Shape,
+    shard: Shard,
     itemsize: int,
     scratch_rows: int,
-    docs: tuple[int, ...] | None,
     workspace_bytes: int,
     steps: int,
-    shard: Shard,
     kv_heads: int | None,
+    docs: Docs,
 ) -> Plan:
     budget = workspace_bytes // 2 if scratch_rows else workspace_bytes
     builder = JobBuilder(spec, shape, shard, docs, itemsize, budget)
     scratch_bytes = 0 if kv_heads else scratch_rows * shape.d * max(4, itemsize)
     here = (shard.start, shard.start + shape.n)
-    cuts, tables = [0, shape.n], list[tuple[Tensor, Tensor]]()
+    cuts, tables = [0, shape.n], list[Table]()
     if steps > 1:
         cuts = [*range(0, shape.n, -(-shape.n // steps)), shape.n]
-        for low, high in itertools.pairwise(cuts):
+        for low, high in pairwise(cuts):
             window = (here[0] + low, here[0] + high)
             for keys in (window, (here[0], window[0]), (window[1], here[1])):
                 if keys[0] < keys[1]:
@@ -347,23 +322,13 @@ def _build(
         if scratch_bytes:
             rows = max(1, budget // (scratch_bytes * shape.h_kv))
             cuts = _time_cuts(spec, builder.bounds, here, rows)
-    longest = max(high - low for low, high in itertools.pairwise(cuts))
+    longest = max(high - low for low, high in pairwise(cuts))
     kv_fit, b_fit = kv_heads or shape.h_kv, max(1, shape.b)
     if scratch_bytes:
         kv_fit = max(1, min(shape.h_kv, budget // (scratch_bytes * longest)))
         b_fit = max(1, budget // (scratch_bytes * longest * shape.h_kv))
-    times = [(low, high - low) for low, high in itertools.pairwise(cuts)]
-    batches, kvs = even_parts(shape.b, b_fit), even_parts(shape.h_kv, kv_fit)
-    regions = tuple(Region(b, t, kv) for b in batches for kv in kvs for t in times)
-    edges = torch.tensor(cuts[1:-1])
-    placed = []
-    for jobs, runs in tables:
-        jobs = every_batch(jobs, shape.b)
-        if len(regions) > 1 and len(jobs):
-            time = torch.searchsorted(edges, jobs[:, COLUMN["start"]].contiguous(), right=True)
-            kv, batch = jobs[:, COLUMN["kv"]] // kvs[0][1], jobs[:, COLUMN["batch"]] // batches[0][1]
-            jobs[:, COLUMN["region"]] = (batch * len(kvs) + kv) * len(times) + time
-        placed.append((jobs, runs))
+    placed = [(every_batch(jobs, shape.b), runs) for jobs, runs in tables]
+    regions = cut_regions(placed, even_parts(shape.b, b_fit), even_parts(shape.h_kv, kv_fit), cuts)
     facts = {"covers_queries": builder.covers, "covers_keys": builder.covers, "budget": budget}
     return make_plan(placed, shape, regions, detaches=spec.detach_mixing, **facts)
 

@@ -8,6 +8,7 @@ run, with their number as its multiplicity.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from ..core.pattern_cache import PatternCache
 from ..spec import DilatedSpec
-from .dilated import Shard, branch_segments, digest, every_batch, serving_heads
-from .runs import COLUMN, NO_RUNS, Plan, Region, Shape, make_plan
+from .dilated import Shard, branch_segments, serving_heads
+from .runs import NO_RUNS, Docs, Plan, Region, Shape, every_batch, find_plan, make_jobs, make_plan
 
 MOST_CLASSES = 64  # residues of positions modulo all rates
 LEAST_ROWS = 8  # of a job, on average: shorter ones would waste most of a kernel's vectors
@@ -44,7 +45,7 @@ class Units(NamedTuple):
     offsets: Tensor  # (units, branches)
 
 
-def once_pays(spec: DilatedSpec, shape: Shape, docs: tuple[int, ...] | None = None) -> bool:
+def once_pays(spec: DilatedSpec, shape: Shape, docs: Docs = None) -> bool:
     """Whether the jobs of `plan_once` are large enough for it."""
     lengths = {min(w, shape.n) for w in spec.segment_lengths}
     cuts = [w for w in lengths if not any(w % other == 0 for other in lengths - {w})]
@@ -56,20 +57,16 @@ def once_pays(spec: DilatedSpec, shape: Shape, docs: tuple[int, ...] | None = No
 def plan_once(
     spec: DilatedSpec,
     shape: Shape,
-    docs: tuple[int, ...] | None = None,
+    docs: Docs = None,
     shard: Shard | None = None,
     cache: PatternCache | None = None,
 ) -> Plan:
     """The jobs of a call, each query in one of them."""
     shard = Shard.whole(shape) if shard is None else shard
-    if cache is None:
-        return _build(spec, shape, docs, shard)
-    key = ("once", spec, shape, None if docs is None else digest(docs), shard)
-    plan: Plan = cache.get_or_build(key, lambda: _build(spec, shape, docs, shard))
-    return plan
+    return find_plan(cache, ("once", spec, shape, shard), docs, partial(_build, spec, shape, docs, shard))
 
 
-def _build(spec: DilatedSpec, shape: Shape, docs: tuple[int, ...] | None, shard: Shard) -> Plan:
+def _build(spec: DilatedSpec, shape: Shape, docs: Docs, shard: Shard) -> Plan:
     order = sorted(range(len(spec.branches)), key=lambda i: spec.branches[i])
     rates = [spec.dilation_rates[i] for i in order]
     period = lcm(*rates)
@@ -85,28 +82,27 @@ def _build(spec: DilatedSpec, shape: Shape, docs: tuple[int, ...] | None, shard:
     covers = bool(((code > 0) | ~exists).all())
     cell, unit, residue = torch.nonzero((code > 0) & exists, as_tuple=True)
     if not len(cell):
-        return make_plan([], shape, (_everything(shape),))
+        return make_plan([], shape, (Region.whole(shape),))
     classes = torch.stack([cell, unit, code[cell, unit, residue]], 1)
     classes, member = torch.unique(classes, dim=0, return_inverse=True)
     member, residue, step = _joined(member, residue, period, len(classes))
     runs, first_run, num_runs, phantom = _key_runs(spec, cells, units, rates, classes)
     cell, unit = classes[member, 0], classes[member, 1]
-    columns = dict.fromkeys(COLUMN, torch.zeros_like(cell))
-    columns |= {name: getattr(units, name)[unit] for name in ("head", "heads", "head_step", "kv")}
-    columns["start"], columns["step"] = cells.start[cell] + residue, step
-    columns["count"] = -((residue - cells.length[cell]) // step)
-    columns["first_run"], columns["num_runs"] = first_run[member], num_runs[member]
-    columns["causal"] = torch.full_like(cell, int(spec.is_causal))
-    columns["phantom"] = phantom[member]
-    columns |= dict.fromkeys(("opens_branch", "opens_queries"), torch.ones_like(cell))
-    jobs = torch.stack([columns[name] for name in COLUMN], 1)
-    return make_plan(
-        [(every_batch(jobs, shape.b), runs)], shape, (_everything(shape),), covers_queries=covers
+    jobs = make_jobs(
+        len(cell),
+        **{name: getattr(units, name)[unit] for name in ("head", "heads", "head_step", "kv")},
+        start=cells.start[cell] + residue,
+        step=step,
+        count=-((residue - cells.length[cell]) // step),
+        first_run=first_run[member],
+        num_runs=num_runs[member],
+        causal=int(spec.is_causal),
+        phantom=phantom[member],
+        opens_branch=1,
+        opens_queries=1,
     )
-
-
-def _everything(shape: Shape) -> Region:
-    return Region((0, shape.b), (0, shape.n), (0, shape.h_kv))
+    placed = [(every_batch(jobs, shape.b), runs)]
+    return make_plan(placed, shape, (Region.whole(shape),), covers_queries=covers)
 
 
 def _cells(spec: DilatedSpec, order: list[int], bounds: Tensor) -> Cells:

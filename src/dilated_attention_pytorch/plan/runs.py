@@ -7,20 +7,24 @@ attention are planners that fill these tables; kernels take a whole plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .pattern_file import raw_bytes
-from .tiles import count_seen
+from ..core.pattern_cache import PatternCache
+from .pattern_tables import count_seen
 
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
+Docs = tuple[int, ...] | None  # boundaries (0, ..., n) of packed documents
+Table = tuple[Tensor, Tensor]  # of jobs and of runs, which it counts from 0
 DEFAULT_WORKSPACE_BYTES = 32 * 2**20
 UNBOUNDED = 2**60  # bytes of a workspace that cuts nothing, for kernels that pack no rows
 
@@ -47,12 +51,6 @@ class Run(NamedTuple):
     step: int
     count: int  # type: ignore[assignment]  # hides the method of tuples
     multiplicity: int = 1
-
-    def within(self, first: int, end: int) -> Run:
-        """The rows that lie in [first, end): a run again."""
-        skipped = max(0, -(-(first - self.start) // self.step))
-        after = min(self.count, max(0, -(-(end - self.start) // self.step)))
-        return self._replace(start=self.start + skipped * self.step, count=max(0, after - skipped))
 
 
 class Job(NamedTuple):
@@ -95,10 +93,15 @@ class Region(NamedTuple):
     time: Range
     kv: Range
 
+    @classmethod
+    def whole(cls, shape: Shape, kv: Range | None = None) -> Region:
+        """All batches and times, with all key heads or those of `kv`."""
+        return cls((0, shape.b), (0, shape.n), (0, shape.h_kv) if kv is None else kv)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything a kernel needs besides the tensors: `print(plan)` shows it, equal plans hash equally."""
+    """Everything a kernel needs besides the tensors; `print(plan)` shows it."""
 
     jobs: Tensor  # (jobs, len(Job._fields)) int64, by region, then by stage
     runs: Tensor  # (runs, 4) int64, as in `Run`
@@ -167,11 +170,8 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self._tables)
-
-    @property
-    def _tables(self) -> list[Tensor]:
-        return [x for x in (self.jobs, self.runs, self.tiles, self.run_tiles) if x is not None]
+        tables = (self.jobs, self.runs, self.tiles, self.run_tiles)
+        return sum(table.nbytes for table in tables if table is not None)
 
     @cached_property
     def is_one_stage(self) -> bool:
@@ -184,29 +184,8 @@ class Plan:
         size, shift = self.unit
         return torch.div(self.runs[:, 0] + shift, size, rounding_mode="floor")
 
-    def to(self, device: torch.device | str) -> Plan:
-        """The same plan with its tables on a device."""
-        tables: dict[str, Any] = {}
-        for name in ("jobs", "runs", "tiles", "run_tiles"):
-            table = getattr(self, name)
-            tables[name] = None if table is None else table.to(device)
-        return replace(self, **tables, by_kernel={})
-
-    @cached_property
-    def digest(self) -> bytes:
-        state = blake2b(repr((self.shape, self.regions)).encode(), digest_size=16)
-        for table in self._tables:
-            state.update(raw_bytes(table.cpu()))
-        return state.digest()
-
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"by_kernel": {}}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -277,10 +256,46 @@ def even_parts(total: int, at_most: int) -> list[tuple[int, int]]:
     return [(start, min(size, total - start)) for start in range(0, total, size)]
 
 
-def make_plan(
-    tables: Sequence[tuple[Tensor, Tensor]], shape: Shape, regions: tuple[Region, ...], **facts: Any
-) -> Plan:
-    """One plan of tables (jobs, runs), each of which counts its runs from 0, in the order of the stages."""
+def make_jobs(num: int, **columns: Tensor | int) -> Tensor:
+    """(num, len(Job._fields)): a table of jobs, 0 in all columns that are not given."""
+    jobs = torch.zeros(num, len(COLUMN), dtype=torch.int64)
+    for name, values in columns.items():
+        jobs[:, COLUMN[name]] = values
+    return jobs
+
+
+def every_batch(jobs: Tensor, b: int) -> Tensor:
+    """The jobs of one batch, for each of b batches."""
+    repeated = jobs.repeat(b, 1)
+    repeated[:, COLUMN["batch"]] = torch.repeat_interleave(torch.arange(b), len(jobs))
+    return repeated
+
+
+def of_key_heads(jobs: Tensor, kv: Range) -> Tensor:
+    """The jobs of the key heads (first, number)."""
+    head = jobs[:, COLUMN["kv"]]
+    return jobs[(head >= kv[0]) & (head < kv[0] + kv[1])]
+
+
+def cut_regions(
+    tables: Sequence[Table], batches: list[Range], kvs: list[Range], cuts: list[int]
+) -> tuple[Region, ...]:
+    """The regions of a grid of batches, key heads (first, number) and times between cuts.
+
+    Writes the region of each job into the tables.
+    """
+    times = [(low, high - low) for low, high in pairwise(cuts)]
+    regions = tuple(Region(batch, time, kv) for batch in batches for kv in kvs for time in times)
+    edges = torch.tensor(cuts[1:-1])
+    for jobs, _ in tables if len(regions) > 1 else ():
+        time = torch.searchsorted(edges, jobs[:, COLUMN["start"]].contiguous(), right=True)
+        kv, batch = jobs[:, COLUMN["kv"]] // kvs[0][1], jobs[:, COLUMN["batch"]] // batches[0][1]
+        jobs[:, COLUMN["region"]] = (batch * len(kvs) + kv) * len(times) + time
+    return regions
+
+
+def make_plan(tables: Sequence[Table], shape: Shape, regions: tuple[Region, ...], **facts: Any) -> Plan:
+    """One plan of tables, in the order of the stages."""
     if not tables:
         return Plan(torch.empty(0, len(COLUMN), dtype=torch.int64), NO_RUNS, shape, regions, **facts)
     jobs, at, shift = torch.cat([table for table, _ in tables]), 0, 0
@@ -290,6 +305,14 @@ def make_plan(
     num_stages = int(jobs[:, COLUMN["stage"]].max()) + 1 if len(jobs) else 1
     order = torch.argsort(jobs[:, COLUMN["region"]] * num_stages + jobs[:, COLUMN["stage"]], stable=True)
     return Plan(jobs[order], torch.cat([runs for _, runs in tables]), shape, regions, **facts)
+
+
+def find_plan(
+    cache: PatternCache | None, key: tuple[Any, ...], docs: Docs, build: Callable[[], Plan]
+) -> Plan:
+    """The plan of a key and documents; their boundaries would make a key larger than its plan."""
+    packing = None if docs is None else blake2b(array("q", docs).tobytes()).digest()
+    return build() if cache is None else cache.get_or_build((*key, packing), build)
 
 
 NO_RUNS = torch.empty(0, 4, dtype=torch.int64)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, check_count, check_flags, check_inputs, one_of, refuse_forward_mode
+from ..core.attention_buffer_manager import find_source
 from ..core.pattern_cache import PatternCache
-from ..core.sources import find_source
 from ..core.workspace import Workspace
 from ..kernels import Merged
 from ..ops import RunOptions, Tensors, attention_inputs, check_execution, run_options, without_autocast
