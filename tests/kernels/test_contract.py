@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import Dropout, How, Op, eager
+from dilated_attention_pytorch.kernels import Attended, Dropout, How, Op, eager
 from dilated_attention_pytorch.kernels.cpu_flash import CPU_FLASH
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.kernels.native import NATIVE_OP
@@ -68,7 +68,9 @@ def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked
     ).sum()
     grads = torch.autograd.grad(loss, (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    for got, want in zip(op.backward(grad_out, grad_lse, *narrow, out, lse, how), grads, strict=True):
+    for got, want in zip(
+        op.backward(Attended(*narrow, out, lse, grad_out, grad_lse, how)), grads, strict=True
+    ):
         assert_close(got, want, dtype, "gradient")
 
 
@@ -93,7 +95,7 @@ def test_masks_of_pairs(op: Op, masked: bool) -> None:
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     packed = [x.detach() for x in (q, k, v)]
     for got, want in zip(
-        op.backward(grad_out, grad_lse, *packed, out, lse, how),
+        op.backward(Attended(*packed, out, lse, grad_out, grad_lse, how)),
         torch.autograd.grad(loss, (q, k, v)),
         strict=True,
     ):
@@ -113,7 +115,8 @@ def test_hidden_pairs_may_hold_anything(op: Op, bad: float) -> None:
         k[0, 0, 4], v[0, 0, 4] = value, value
         how = How(False, 0.4, pairs=pairs)
         out, lse = op.forward(q, k, v, how)
-        gradients = op.backward(grad, None, q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf), how)
+        lse_or_inf = lse.masked_fill(lse == -math.inf, math.inf)
+        gradients = op.backward(Attended(q, k, v, out, lse_or_inf, grad, None, how))
         results.append([out, lse, *gradients])
     for got, want in zip(results[1], results[0], strict=True):
         assert_close(got, want, torch.float64)
@@ -172,12 +175,12 @@ def test_eager_in_small_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     k, v = k[:, :2], v[:, :2]
     how = How(True, 0.3, torch.rand(2, 2, 33) > 0.3)
     expected = EAGER_OP.forward(q, k, v, how)
-    grads = EAGER_OP.backward(q, None, q, k, v, *expected, how)
+    grads = EAGER_OP.backward(Attended(q, k, v, *expected, q, None, how))
     monkeypatch.setattr(eager, "MAX_SCORES", 150)
     actual = EAGER_OP.forward(q, k, v, how)
     for got, want in zip(actual, expected, strict=True):
         assert_close(got, want, torch.float64)
-    for got, want in zip(EAGER_OP.backward(q, None, q, k, v, *actual, how), grads, strict=True):
+    for got, want in zip(EAGER_OP.backward(Attended(q, k, v, *actual, q, None, how)), grads, strict=True):
         assert_close(got, want, torch.float64)
 
 
@@ -194,7 +197,7 @@ def test_dropout_repeats_its_mask_in_backward() -> None:
     assert_close(dropped[kept], plain[kept] / 0.75, torch.float64)
     assert 0.2 < 1 - kept.double().mean().item() < 0.3
     eye = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50).contiguous()
-    _, _, dv = EAGER_OP.backward(eye, None, q, k, v, dropped, lse, how)
+    _, _, dv = EAGER_OP.backward(Attended(q, k, v, dropped, lse, eye, None, how))
     assert_close(dv, dropped.transpose(-1, -2), torch.float64)
     everything, _ = EAGER_OP.forward(q, k, v, How(False, 0.1, None, Dropout(1.0, 7, numbers, numbers)))
     assert not everything.any()

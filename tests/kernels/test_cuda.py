@@ -16,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import BlockPattern, DilatedSpec
 from dilated_attention_pytorch.core.workspace import Workspace
-from dilated_attention_pytorch.kernels import How, Inputs, Merged, Request, choose_kernel, cuda, stock, triton
+from dilated_attention_pytorch.kernels import (
+    Attended,
+    How,
+    Inputs,
+    Merged,
+    Request,
+    choose_kernel,
+    cuda,
+    stock,
+    triton,
+)
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.plan import Pass, Shape, plan_blocks, plan_dilated
 from support.configurations import Configuration, configurations
@@ -65,7 +75,7 @@ def test_ops_take_the_calls_and_return_the_contract_shapes(
         k, v = (torch.empty(3, 2, rows, d, dtype=dtype, device="cuda") for _ in range(2))
         out, lse = cuda.CUDA.forward(q, k, v, how)
         grad_lse = torch.empty(3, 6, rows, device="cuda") if with_lse_grad else None
-        dq, dk, dv = cuda.CUDA.backward(torch.empty_like(q), grad_lse, q, k, v, out, lse, how)
+        dq, dk, dv = cuda.CUDA.backward(Attended(q, k, v, out, lse, torch.empty_like(q), grad_lse, how))
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert lse.dtype == torch.float32
@@ -82,7 +92,7 @@ def test_rectangular_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             q = torch.empty(2, 4, 50, 16, dtype=dtype, device="cuda")
             k = torch.empty(2, 4, 70, 16, dtype=dtype, device="cuda")
             out, lse = cuda.CUDA.forward(q, k, k, How(False, 0.3))
-            grads = cuda.CUDA.backward(out, None, q, k, k, out, lse, How(False, 0.3))
+            grads = cuda.CUDA.backward(Attended(q, k, k, out, lse, out, None, How(False, 0.3)))
         assert lse.shape == (2, 4, 50)
         assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 

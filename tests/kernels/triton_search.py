@@ -28,7 +28,7 @@ from dilated_attention_pytorch import (
     dilated_attention,
 )
 from dilated_attention_pytorch.functional import attend
-from dilated_attention_pytorch.kernels import How, packed
+from dilated_attention_pytorch.kernels import Attended, How, triton
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.reference import (
     block_sparse_attention_reference,
@@ -271,14 +271,14 @@ def packed_rows(number: int) -> None:
     if mask is not None:
         mask[0, 0], k[0, 0, 1] = False, math.nan  # rows that see nothing, and a hidden NaN
     found = []
-    for op, dtype in ((packed.TRITON_OP, torch.float32), (EAGER_OP, torch.float64)):
+    for op, dtype in ((triton.TRITON_OP, torch.float32), (EAGER_OP, torch.float64)):
         how, tensors = How(causal, -0.3, mask), [x.to(dtype) for x in (q, k, v)]
         if mask is not None and dtype == torch.float64:
             tensors[1].masked_fill_(~mask.unsqueeze(-1), 0.0)
         out, lse = op.forward(*tensors, how)
         weights = torch.randn(lse.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
         lse_or_inf = lse.masked_fill(lse == -math.inf, math.inf)
-        grads = op.backward(g.to(dtype), weights, *tensors, out, lse_or_inf, how)
+        grads = op.backward(Attended(*tensors, out, lse_or_inf, g.to(dtype), weights, how))
         found.append([out, lse, *grads])
     compare(number, *found, None)
 

@@ -50,12 +50,9 @@ def tasks_of(plan: Plan, num_keys: int) -> Tasks:
     parts = max(1, min(fit, -(-MANY_TASKS // max(1, len(first))))) if plan.is_one_stage else 1
     last = torch.cat([first[1:], first.new_tensor([len(plan)])])[: len(first)]
     cuts = first[:, None] + (last - first)[:, None] * torch.arange(parts + 1) // parts
-    columns = (
-        cuts[:, :-1].flatten(),
-        cuts[:, 1:].flatten(),
-        *(x.repeat_interleave(parts) for x in (start, end)),
-    )
-    table = torch.stack([torch.arange(len(first) * parts), *columns], 1)
+    jobs, keys = (cuts[:, :-1], cuts[:, 1:]), (x[:, None].expand(-1, parts) for x in (start, end))
+    columns = torch.arange(len(first) * parts), *(x.flatten() for x in (*jobs, *keys))
+    table = torch.stack(columns, 1)
     found = plan.by_kernel["tasks"] = Tasks(order, table, parts, int(opens.sum()), longest)
     return found
 
@@ -64,8 +61,6 @@ def _key_ranges(plan: Plan) -> tuple[Tensor, Tensor]:
     """(first, end) of the keys of each job."""
     job, number = numbered(plan.column("num_runs"))
     start, step, count, _ = plan.runs[plan.column("first_run")[job] + number].unbind(1)
-    first = torch.zeros(len(plan), dtype=torch.int64).scatter_reduce(
-        0, job, start, "amin", include_self=False
-    )
-    end = start + (count - 1) * step + 1
-    return first, torch.zeros_like(first).scatter_reduce(0, job, end, "amax", include_self=False)
+    ends, none = start + (count - 1) * step + 1, torch.zeros(len(plan), dtype=torch.int64)
+    first = none.scatter_reduce(0, job, start, "amin", include_self=False)
+    return first, none.scatter_reduce(0, job, ends, "amax", include_self=False)
