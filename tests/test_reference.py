@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
+from dilated_attention_pytorch.reference import (
+    block_sparse_attention_reference,
+    dilated_attention_reference,
+    multiplicity,
+)
 
 SEMANTICS = Path(__file__).parents[1] / "docs" / "semantics.md"
 
@@ -166,6 +170,21 @@ def test_equals_the_naive_definition(case: Case, options: dict[str, Any]) -> Non
     expected = naive_attention(case, *inputs, options)
     assert_same(actual, expected)
     assert_same(gradients(*actual, inputs), gradients(*expected, inputs))
+
+
+def test_blocks_by_hand() -> None:
+    """The layouts: batch 1, head 1 alone sees its second layout."""
+    q, k, v = (torch.randn(2, 3, 2, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.zeros(4, 3, 3, dtype=torch.bool)
+    mask[3, 1, 2] = True
+    out, lse = block_sparse_attention_reference(q, k, v, mask, return_lse=True)
+    expected = torch.zeros_like(out)
+    expected[1, 1, 1] = v[1, 2, 1]
+    assert torch.equal(out, expected)
+    assert lse.isfinite().nonzero().tolist() == [[1, 1, 1]]
+    assert_same(lse[1, 1, 1], q[1, 1, 1] @ k[1, 2, 1] / 2)
+    with pytest.raises(ValueError, match="1, 2 or 2 x 2 layouts, got 3"):
+        block_sparse_attention_reference(q, k, v, mask[:3])
 
 
 @pytest.mark.parametrize("case", CASES)
