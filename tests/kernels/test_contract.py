@@ -38,40 +38,43 @@ def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return out, torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
-@EACH
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("rows", "more"), [(1, 3), (1, 4000), (3, 2100), (7, 3), (600, 3)])
-def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked: bool) -> None:
-    keys, dtype = rows if causal else rows + more, torch.float32 if op is NATIVE_OP else torch.float64
+def check_op(op: Op, rows: int, keys: int, how: How) -> None:
+    """Against the definition: out, lse, their gradients and, but for causal rows, a softmax that goes on."""
+    dtype = torch.float32 if op is NATIVE_OP else torch.float64
     q = torch.randn(2, 4, rows, 5, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, keys, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = torch.rand(2, 2, keys) > 0.5 if masked else None
-    if mask is not None:
-        mask[0, 0] = False  # a head without any visible key
-    how = How(causal, 0.4, mask)
     expected, expected_lse = dense(q, k, v, how)
     narrow = [x.detach().to(dtype) for x in (q, k, v)]
     out, lse = op.forward(*narrow, how)
     assert_close(out, expected, dtype, "out")
     assert_close(lse, expected_lse, dtype, "lse")
-    if not causal:
+    if not how.is_causal:
         joint = torch.zeros_like(out), torch.full_like(lse, -math.inf)
         for part in (slice(0, keys // 2), slice(keys // 2, keys)):
-            some = how._replace(mask=None if mask is None else mask[..., part])
-            op.extend(narrow[0], narrow[1][:, :, part], narrow[2][:, :, part], some, *joint)
+            mask, pairs = (None if x is None else x[..., part] for x in (how.mask, how.pairs))
+            some = narrow[1][:, :, part], narrow[2][:, :, part]
+            op.extend(narrow[0], *some, how._replace(mask=mask, pairs=pairs), *joint)
         assert_close(joint[0], expected, dtype, "out, extended")
         assert_close(joint[1], expected_lse, dtype, "lse, extended")
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    loss = (expected * grad_out).sum() + torch.where(
-        expected_lse.isfinite(), expected_lse * grad_lse, 0.0
-    ).sum()
-    grads = torch.autograd.grad(loss, (q, k, v))
+    finite = torch.where(expected_lse.isfinite(), expected_lse * grad_lse, 0.0)
+    grads = torch.autograd.grad((expected * grad_out).sum() + finite.sum(), (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    for got, want in zip(
-        op.backward(Attended(*narrow, out, lse, grad_out, grad_lse, how)), grads, strict=True
-    ):
+    actual = op.backward(Attended(*narrow, out, lse, grad_out, grad_lse, how))
+    for got, want in zip(actual, grads, strict=True):
         assert_close(got, want, dtype, "gradient")
+
+
+@EACH
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "more"), [(1, 3), (1, 4000), (3, 2100), (7, 3), (600, 3)])
+def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked: bool) -> None:
+    keys = rows if causal else rows + more
+    mask = torch.rand(2, 2, keys) > 0.5 if masked else None
+    if mask is not None:
+        mask[0, 0] = False  # a head without any visible key
+    check_op(op, rows, keys, How(causal, 0.4, mask))
 
 
 PAIRED = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eager"])
@@ -80,26 +83,9 @@ PAIRED = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eag
 @PAIRED
 @pytest.mark.parametrize("masked", [False, True])
 def test_masks_of_pairs(op: Op, masked: bool) -> None:
-    q = torch.randn(2, 4, 9, 5, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 13, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     pairs, mask = torch.rand(2, 9, 13) > 0.5, torch.rand(2, 2, 13) > 0.3 if masked else None
     pairs[0, 3] = False  # a query without a visible key
-    how = How(False, 0.4, mask, pairs=pairs)
-    expected, expected_lse = dense(q, k, v, how)
-    out, lse = op.forward(*(x.detach() for x in (q, k, v)), how)
-    assert_close(out, expected, torch.float64, "out")
-    assert_close(lse, expected_lse, torch.float64, "lse")
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    loss = (expected * grad_out).sum()
-    loss = loss + torch.where(expected_lse.isfinite(), expected_lse * grad_lse, 0.0).sum()
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    packed = [x.detach() for x in (q, k, v)]
-    for got, want in zip(
-        op.backward(Attended(*packed, out, lse, grad_out, grad_lse, how)),
-        torch.autograd.grad(loss, (q, k, v)),
-        strict=True,
-    ):
-        assert_close(got, want, torch.float64, "gradient")
+    check_op(op, 9, 13, How(False, 0.4, mask, pairs=pairs))
 
 
 @PAIRED

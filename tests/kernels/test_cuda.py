@@ -69,10 +69,10 @@ def test_ops_take_the_calls_and_return_the_contract_shapes(
     causal: bool,
 ) -> None:
     monkeypatch.setattr(cuda, "_capability", lambda _: capability)
-    rows, how = 45, How(causal, 0.3)
+    rows, keys, how = 45, 45 if causal else 70, How(causal, 0.3)
     with FakeTensorMode(), _Recorder() as recorder:
         q = torch.empty(3, 6, rows, d, dtype=dtype, device="cuda")
-        k, v = (torch.empty(3, 2, rows, d, dtype=dtype, device="cuda") for _ in range(2))
+        k, v = (torch.empty(3, 2, keys, d, dtype=dtype, device="cuda") for _ in range(2))
         out, lse = cuda.CUDA.forward(q, k, v, how)
         grad_lse = torch.empty(3, 6, rows, device="cuda") if with_lse_grad else None
         dq, dk, dv = cuda.CUDA.backward(Attended(q, k, v, out, lse, torch.empty_like(q), grad_lse, how))
@@ -83,18 +83,6 @@ def test_ops_take_the_calls_and_return_the_contract_shapes(
     assert {dq.dtype, dk.dtype, dv.dtype} == {dtype}
     assert recorder.names.count(expected) == 1
     assert recorder.names.count(expected + "_backward") == 1 + with_lse_grad
-
-
-def test_rectangular_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_capability", lambda _: (8, 0))
-    for dtype in (torch.float16, torch.float32):
-        with FakeTensorMode():
-            q = torch.empty(2, 4, 50, 16, dtype=dtype, device="cuda")
-            k = torch.empty(2, 4, 70, 16, dtype=dtype, device="cuda")
-            out, lse = cuda.CUDA.forward(q, k, k, How(False, 0.3))
-            grads = cuda.CUDA.backward(Attended(q, k, k, out, lse, out, None, How(False, 0.3)))
-        assert lse.shape == (2, 4, 50)
-        assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 
 
 GUARD = """
@@ -170,27 +158,14 @@ def test_rows_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=50)
 @given(configurations(max_n=60))
 def test_rows_in_place_give_what_packed_rows_give(config: Configuration) -> None:
-    options: dict[str, Any] = {"is_causal": config.is_causal, "head_mixing": config.head_mixing}
-    options |= {
-        "head_offsets": config.head_offsets,
-        "tail": config.tail,
-        "detach_mixing": config.detach_mixing,
-    }
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, **options)
-    tensors = config.tensors(torch.float64)
-    inputs = Inputs(*tensors, None, 0.3, 0.0, 0, Workspace())
-    found = []
+    inputs, found = Inputs(*config.tensors(torch.float64), None, 0.3, 0.0, 0, Workspace()), []
+    how: dict[str, Any] = {"itemsize": 8, "docs": config.docs, "workspace_bytes": config.workspace_bytes}
     for op in (EAGER_OP, STRIDED):
-        given_: dict[str, Any] = {
-            "itemsize": 8,
-            "docs": config.docs,
-            "workspace_bytes": config.workspace_bytes,
-        }
-        plan = plan_dilated(spec, inputs.shape, **given_)
+        plan = plan_dilated(config.spec, config.shape, **how)
         out, lse = stock.forward(op, plan, inputs)
         rng = torch.Generator().manual_seed(0)
         g, grad_lse = (torch.randn(x.shape, generator=rng, dtype=x.dtype) for x in (out, lse))
-        plan = plan_dilated(spec, inputs.shape, direction="backward", **given_)
+        plan = plan_dilated(config.spec, config.shape, direction="backward", **how)
         merged = Merged(out, lse, g, torch.where(lse.isfinite(), grad_lse, 0.0))
         found.append([out, lse, *stock.backward(op, plan, inputs, merged)])
     for x, y in zip(*found, strict=True):
