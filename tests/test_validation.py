@@ -176,6 +176,7 @@ BUILD: list[Case] = [
     ),
     ({"query": X, "key": X}, ValueError, "are for \"adaptive\" patterns, got one of 'dilated_sparse'"),
     (ADAPTIVE, ValueError, "depends on query and key"),
+    ({**ADAPTIVE, "key": X, "segment_lengths": (0,), "dilation_rates": (1,)}, ValueError, "must be positive"),
     ({**ADAPTIVE, "query": X[:, :8], "key": X[:, :8]}, ValueError, r"length 16 and 4 heads, got .*\(1, 8, 4"),
     ({**ADAPTIVE, "query": X[:, :, :2], "key": X[:, :, :2]}, ValueError, r"4 heads, got shape \(1, 16, 2"),
     ({**ADAPTIVE, "key": X[:, :8]}, ValueError, "with the b, n and d of q"),

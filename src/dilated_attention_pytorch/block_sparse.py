@@ -75,6 +75,7 @@ def build_block_pattern(
     check_flags(is_causal=is_causal)
     check_positive_int("n", n)
     check_positive_int("num_heads", num_heads)
+    branches = check_branches(config, segment_lengths, dilation_rates)
     if config.pattern_type == "adaptive":
         if query is None or key is None:
             raise ValueError('an "adaptive" pattern depends on query and key, and they are not given')
@@ -89,7 +90,6 @@ def build_block_pattern(
     if not (query is None and key is None and key_mask is None):
         rule = 'query, key and key_mask are for "adaptive" patterns'
         raise ValueError(f"{rule}, got one of {config.pattern_type!r}")
-    branches = check_branches(config, segment_lengths, dilation_rates)
     with torch.device("cpu"):
         return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
 
