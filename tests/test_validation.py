@@ -167,7 +167,7 @@ BUILD: list[Case] = [
     ({"n": 16.0}, ValueError, f"n {POSITIVE} 16.0"),
     ({"num_heads": "4"}, ValueError, f"num_heads {POSITIVE} '4'"),
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-    ({"segment_lengths": (8,)}, ValueError, "are given together, got one of them"),
+    ({"segment_lengths": (8,)}, ValueError, "are given together, got segment_lengths alone"),
     ({"segment_lengths": (8, 16), "dilation_rates": (1,)}, ValueError, "same length, got 2 and 1"),
     (
         {"segment_lengths": (16, 3), "dilation_rates": (1, 2)},

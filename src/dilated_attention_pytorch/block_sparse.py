@@ -32,13 +32,7 @@ from .ops import (
 from .plan import BlockPattern, build_pattern, choose_blocks
 from .plan.dilated_mask import dilated_block_mask
 from .plan.flex import flex_block_sparse, why_not_flex
-from .spec import (
-    DEFAULT_DILATION_RATES,
-    DEFAULT_SEGMENT_LENGTHS,
-    DilatedSpec,
-    Execution,
-    SparsePatternConfig,
-)
+from .spec import DilatedSpec, Execution, SparsePatternConfig, resolve_branches
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -98,11 +92,7 @@ def check_branches(
     config: SparsePatternConfig, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
 ) -> tuple[tuple[int, int], ...]:
     """The branches (segment length, rate) of a config's pattern; none but for "dilated_sparse"."""
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ValueError("segment_lengths and dilation_rates are given together, got one of them")
-    if segment_lengths is None or dilation_rates is None:
-        segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
-    branches = DilatedSpec(segment_lengths, dilation_rates).branches
+    branches = DilatedSpec(*resolve_branches(segment_lengths, dilation_rates)).branches
     if config.pattern_type != "dilated_sparse":
         return ()
     size, shortest = config.block_size, min(length for length, _ in branches)
