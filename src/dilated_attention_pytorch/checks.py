@@ -109,7 +109,8 @@ def check_inputs(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        check_dense(name, x)
+        if x.is_nested or x.layout != torch.strided:
+            check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
         if x.dtype not in dtypes:

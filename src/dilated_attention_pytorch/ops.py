@@ -107,20 +107,20 @@ class Tensors(NamedTuple):
 NO_TABLES: tuple[Tensor | None, ...] = (None,) * 4
 
 
+Work = tuple[int, int]  # query rows that branches meet, and pairs of a query and a key
+
+
 def attention_inputs(
-    options: RunOptions, tensors: Tensors, workspace: Workspace, *facts: Any
+    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False, work: Work = (0, 0)
 ) -> tuple[Kernel, Inputs]:
-    """The kernel that runs a call, and what it takes besides a plan; `facts` are those of `_kernel_of`."""
+    """The kernel that runs a call, and what it takes besides a plan; `streams`, `work`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
-    kernel = _kernel_of(options, tensors, *facts)
+    kernel = _kernel_of(options, tensors, streams, work)
     drawn = 0 if seed is None else int(seed.item())
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
 
 
-def _kernel_of(
-    options: RunOptions, tensors: Tensors, streams: bool = False, work: tuple[int, int] = (0, 0)
-) -> Kernel:
-    """`streams` and `work`: see `Request`."""
+def _kernel_of(options: RunOptions, tensors: Tensors, streams: bool = False, work: Work = (0, 0)) -> Kernel:
     q, facts = tensors.q, (tensors.key_mask is not None, options.dropout_p > 0, options.scale)
     request = Request(q.device, q.dtype, *facts, q.shape[-1], *work, streams, tensors.tiles is not None)
     return choose_kernel(request, options.kernel)
@@ -144,7 +144,7 @@ class Dilated(NamedTuple):
     def default_bytes(self, device: torch.device) -> int:
         return _gpu_bytes(device) or DEFAULT_WORKSPACE_BYTES
 
-    def amount(self, tensors: Tensors) -> tuple[int, int]:
+    def amount(self, tensors: Tensors) -> Work:
         """About how many query rows and pairs branches meet."""
         b, n, h, *_ = tensors.shape
         heads = h / len(self.spec.branches) if self.spec.head_mixing == "grouped" else h
@@ -196,7 +196,7 @@ class BlockSparse(NamedTuple):
         # Known only where the op runs: compilers cannot ask for threads.
         return _gpu_bytes(device) or BYTES_A_THREAD * torch.get_num_threads()
 
-    def amount(self, _tensors: Tensors) -> tuple[int, int]:
+    def amount(self, _tensors: Tensors) -> Work:
         return 0, 0  # only a kernel that takes many short runs at once is of use
 
     def is_joint(self, _tensors: Tensors) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan.runs import COLUMN, Plan, Region, bytes_a_row, even_size
-from .rows import Axis, Blocks, Box, Rows, Step, fold, split_box
+from .rows import Axis, Blocks, Box, Rows, Step, fold, kept, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
 SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to a common one
@@ -42,19 +42,16 @@ class Batch(NamedTuple):
     opens_keys: bool
 
 
+@kept
 def batches_of(plan: Plan, itemsize: int, strided: bool = False) -> list[tuple[Region, list[Batch]]]:
     """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan.
 
     `strided`: cut and arranged so that rows need no packing, where few more batches do that.
     """
-    each_row = bytes_a_row(plan.shape.d, itemsize)
-    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get((each_row, strided))
-    if known is None:
-        found: list[list[Batch]] = [[] for _ in plan.regions]
-        for region, batch in _batches(plan, plan.budget // each_row):
-            found[region] += _by_heads(batch) if strided else [batch]
-        known = plan.by_kernel[each_row, strided] = list(zip(plan.regions, found, strict=True))
-    return known
+    found: list[list[Batch]] = [[] for _ in plan.regions]
+    for region, batch in _batches(plan, plan.budget // bytes_a_row(plan.shape.d, itemsize)):
+        found[region] += _by_heads(batch) if strided else [batch]
+    return list(zip(plan.regions, found, strict=True))
 
 
 def _by_heads(batch: Batch) -> list[Batch]:

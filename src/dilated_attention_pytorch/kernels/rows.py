@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +16,27 @@ from ..core.workspace import Workspace
 from ..plan.runs import Plan, even_parts
 from .merge import merge_
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 Step = tuple[int, int, int]  # in (batch, time, head)
 Axis = tuple[int, Step]  # (size, step)
 Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
 Numbered = dict[tuple[Step, Origin], Tensor]  # the numbers of rows in tensors of some steps, once known
 WHOLE: Origin = (0, 0, 0)
+
+
+def kept(build: Callable[Concatenate[Plan, _P], _T]) -> Callable[Concatenate[Plan, _P], _T]:
+    """Keeps what a kernel builds from a plan, by the other arguments, with the plan."""
+
+    @wraps(build)
+    def find(plan: Plan, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        key = (build, *args, *kwargs.values())
+        found: _T | None = plan.by_kernel.get(key)
+        if found is None:
+            found = plan.by_kernel[key] = build(plan, *args, **kwargs)
+        return found
+
+    return find
 
 
 class FlatRows(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...plan.runs import Plan, numbered
+from ..rows import kept
 
 MANY_TASKS = 8  # from so many on, each has its keys to itself
 MOST_SUMS = 64 * 2**20  # bytes for sums of tasks that share keys
@@ -26,11 +27,9 @@ class Tasks(NamedTuple):
     longest: int  # the most keys of a task
 
 
+@kept
 def tasks_of(plan: Plan, num_keys: int) -> Tasks:
     """Jobs of a batch and key head whose ranges of keys overlap are a task, for any number of threads."""
-    found: Tasks | None = plan.by_kernel.get("tasks")
-    if found is not None:
-        return found
     owner, above = plan.column("batch") * plan.shape.h_kv + plan.column("kv"), num_keys + 1
     low, high = torch.zeros_like(owner), torch.full_like(owner, num_keys)
     if plan.is_one_stage:  # else a query is met again, maybe with other keys
@@ -53,8 +52,7 @@ def tasks_of(plan: Plan, num_keys: int) -> Tasks:
     jobs, keys = (cuts[:, :-1], cuts[:, 1:]), (x[:, None].expand(-1, parts) for x in (start, end))
     columns = torch.arange(len(first) * parts), *(x.flatten() for x in (*jobs, *keys))
     table = torch.stack(columns, 1)
-    found = plan.by_kernel["tasks"] = Tasks(order, table, parts, int(opens.sum()), longest)
-    return found
+    return Tasks(order, table, parts, int(opens.sum()), longest)
 
 
 def _key_ranges(plan: Plan) -> tuple[Tensor, Tensor]:
