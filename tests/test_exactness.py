@@ -16,10 +16,7 @@ from dilated_attention_pytorch import DilatedSpec, Execution, block_sparse_atten
 from dilated_attention_pytorch.core import get_global_pattern_cache
 from dilated_attention_pytorch.kernels import batches
 from dilated_attention_pytorch.plan import Shape, block_sparse, plan_dilated
-from dilated_attention_pytorch.reference import (
-    block_sparse_attention_reference,
-    dilated_attention_reference,
-)
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
 from support.block_configurations import BlockConfiguration, block_configurations
 from support.configurations import Configuration, configurations
 from support.exactness import check_call

@@ -22,10 +22,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.core.pattern_cache import get_block_pattern_cache
 from dilated_attention_pytorch.plan import Shape, plan_blocks
-from dilated_attention_pytorch.reference import (
-    block_sparse_attention_reference,
-    dilated_attention_reference,
-)
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
 from dilated_attention_pytorch.spec import PatternType
 from support.attentions import (
     BRANCHES,

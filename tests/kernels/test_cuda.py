@@ -35,14 +35,25 @@ STRIDED = EAGER_OP._replace(reads_strides=True)
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
-class _Recorder(TorchDispatchMode):
+class _Launches(TorchDispatchMode):
+    """Counts what would be launched, and the bytes that it reads and writes, on a device that is not here."""
+
+    NO_WORK = frozenset({"as_strided", "view", "slice", "transpose", "unsqueeze", "detach", "empty"})
+
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs, results))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.device.type in ("meta", "cuda")]
+        if tensors and name not in self.NO_WORK:
+            self.bytes += sum(x.nbytes for x in tensors)
+            self.names.append(name)
+        return results
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -70,7 +81,7 @@ def test_ops_take_the_calls_and_return_the_contract_shapes(
 ) -> None:
     monkeypatch.setattr(cuda, "_capability", lambda _: capability)
     rows, keys, how = 45, 45 if causal else 70, How(causal, 0.3)
-    with FakeTensorMode(), _Recorder() as recorder:
+    with FakeTensorMode(), _Launches() as launches:
         q = torch.empty(3, 6, rows, d, dtype=dtype, device="cuda")
         k, v = (torch.empty(3, 2, keys, d, dtype=dtype, device="cuda") for _ in range(2))
         out, lse = cuda.CUDA.forward(q, k, v, how)
@@ -81,8 +92,8 @@ def test_ops_take_the_calls_and_return_the_contract_shapes(
     assert lse.dtype == torch.float32
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     assert {dq.dtype, dk.dtype, dv.dtype} == {dtype}
-    assert recorder.names.count(expected) == 1
-    assert recorder.names.count(expected + "_backward") == 1 + with_lse_grad
+    assert launches.names.count(expected) == 1
+    assert launches.names.count(expected + "_backward") == 1 + with_lse_grad
 
 
 GUARD = """
@@ -107,27 +118,6 @@ def test_the_public_api_on_a_gpu_called_compiled_and_exported(tmp_path: Path) ->
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     assert {"dilated_attention", "LongNet()", "LongNetLM()"} < set(result.stdout.split())
-
-
-class _Launches(TorchDispatchMode):
-    """Counts what would be launched, and the bytes that it reads and writes, on a device without memory."""
-
-    NO_WORK = frozenset({"as_strided", "view", "slice", "transpose", "unsqueeze", "detach", "empty"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        results = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs, results))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.device.type == "meta"]
-        if tensors and name not in self.NO_WORK:
-            self.bytes += sum(x.nbytes for x in tensors)
-            self.names.append(name)
-        return results
 
 
 def count_launches(direction: Pass, workspace_bytes: int) -> _Launches:

@@ -176,9 +176,7 @@ FUNCTIONS: dict[str, Entry | Named] = {
     "build_block_pattern": of(
         {"config": CONFIG, "n": 16, "num_heads": 2}, query=bad.nothing, key=bad.nothing
     ),
-    "build_block_pattern(adaptive)": of(
-        {"config": ADAPTIVE, "n": 16, "num_heads": 2, "query": X, "key": X},
-    ),
+    "build_block_pattern(adaptive)": of({"config": ADAPTIVE, "n": 16, "num_heads": 2, "query": X, "key": X}),
     "create_dilated_block_mask": of({"n": 16, **BRANCHES}),
     "SparsePatternConfig": of({}, seed=bad.without(bad.count, "2**62")),
     "BlockPattern": of({**BLOCKS, "starts": PATTERN.starts, "columns": PATTERN.columns}, starts=bad.tensor),
