@@ -30,7 +30,7 @@ def kept(build: Callable[Concatenate[Plan, _P], _T]) -> Callable[Concatenate[Pla
 
     @wraps(build)
     def find(plan: Plan, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        key = (build, *args, *kwargs.values())
+        key = (build, *args, *kwargs.items())
         found: _T | None = plan.by_kernel.get(key)
         if found is None:
             found = plan.by_kernel[key] = build(plan, *args, **kwargs)
