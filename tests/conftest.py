@@ -35,7 +35,6 @@ if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
 # done takes over from the end of another's list, and a long test there would leave cores idle.
 FIRST = {"bench", "cli", "core", "demo", "docs", "ring", "train"}
 FIRST |= {
-    "test_block_exactness.py",
     "test_exactness.py",
     "test_examples.py",
     "test_project.py",

@@ -58,39 +58,29 @@ def test_branches_of_known_lengths() -> None:
     assert branches_for(torch.tensor(1000)) == ((2048,), (1,))  # an integer of another library
 
 
-def multihead(name: str) -> Callable[..., nn.Module]:
-    return lambda **options: getattr(dap, name)(32, 4, **options)
-
-
-# Made from a length: (module, spec of its attention).
-MADE: dict[str, Callable[..., nn.Module]] = {
-    **{
-        name: getattr(dap, name)
-        for name in ("DilatedAttention", "ImprovedDilatedAttentionV2", "RingDilatedAttentionV3")
-    },
-    "RingDilatedAttentionProduction": dap.RingDilatedAttentionProduction,
-    "BlockSparseDilatedAttention": dap.BlockSparseDilatedAttention,
-    "create_dilated_attention": lambda **options: dap.create_dilated_attention("auto", **options),
-    "create_block_sparse_attention": lambda **options: dap.create_block_sparse_attention("base", **options),
-    **{
-        name: multihead(name)
-        for name in (
-            "MultiheadDilatedAttention",
-            "ImprovedMultiheadDilatedAttention",
-            "RingMultiheadDilatedAttention",
-            "BlockSparseMultiheadDilatedAttention",
-            "DilatedTransformerEncoderLayer",
-            "DilatedTransformerDecoderLayer",
-        )
-    },
-    "create_multihead_dilated_attention": lambda **options: dap.create_multihead_dilated_attention(
-        "auto", 32, 4, **options
-    ),
-    "LongNetEncoder": lambda **options: dap.LongNetEncoder(32, 4, 1, dim_feedforward=8, **options),
-    "LongNetDecoder": lambda **options: dap.LongNetDecoder(32, 4, 1, dim_feedforward=8, **options),
-    "LongNet": lambda **options: dap.LongNet(32, 4, 1, 1, 8, **options),
-    "LongNetLM": lambda **options: LongNetLM(8, 32, 4, 1, dim_feedforward=8, **options),
-    "LongNetViT": lambda **options: dap.LongNetViT(in_chans=6, embed_dim=32, depth=1, nhead=4, **options),
+# What can be made from a length, and what else it takes; those that do not know their heads first.
+NO_HEADS: dict[str, tuple[Any, ...]] = {
+    "DilatedAttention": (),
+    "ImprovedDilatedAttentionV2": (),
+    "RingDilatedAttentionV3": (),
+    "RingDilatedAttentionProduction": (),
+    "BlockSparseDilatedAttention": (),
+    "create_dilated_attention": ("auto",),
+    "create_block_sparse_attention": ("base",),
+}
+MADE = NO_HEADS | {
+    "MultiheadDilatedAttention": (32, 4),
+    "ImprovedMultiheadDilatedAttention": (32, 4),
+    "RingMultiheadDilatedAttention": (32, 4),
+    "BlockSparseMultiheadDilatedAttention": (32, 4),
+    "DilatedTransformerEncoderLayer": (32, 4),
+    "DilatedTransformerDecoderLayer": (32, 4),
+    "create_multihead_dilated_attention": ("auto", 32, 4),
+    "LongNetEncoder": (32, 4, 1),
+    "LongNetDecoder": (32, 4, 1),
+    "LongNet": (32, 4, 1, 1, 8),
+    "LongNetLM": (8, 32, 4, 1),
+    "LongNetViT": (6, 32, 1, 4),
 }
 
 
@@ -101,30 +91,27 @@ def specs(module: nn.Module) -> list[DilatedSpec]:
 
 @pytest.mark.parametrize("name", MADE)
 def test_everything_is_made_from_a_length(name: str) -> None:
-    made = specs(MADE[name](max_length=16384))
-    assert made
-    knows_heads = name not in {*list(MADE)[:7]}
-    rates = (1, 2, 4, 4) if knows_heads else (1, 2, 4, 8)
-    for spec in made:
-        assert spec.branches == tuple(zip((2048, 4096, 8192, 16384), rates, strict=True))
-    lists = {"segment_lengths": [512, 1024], "dilation_rates": [1, 4]}
-    for spec in specs(MADE[name](max_length=16384, **lists)):  # explicit lists win
-        assert spec.branches == ((512, 1), (1024, 4))
+    def make(**options: Any) -> nn.Module:
+        return getattr(dap, name)(*MADE[name], **options)
+
+    rates = (1, 2, 4, 8) if name in NO_HEADS else (1, 2, 4, 4)
+    made = specs(make(max_length=16384))
+    assert {spec.branches for spec in made} == {tuple(zip((2048, 4096, 8192, 16384), rates, strict=True))}
+    made = specs(make(max_length=16384, segment_lengths=[512, 1024], dilation_rates=[1, 4]))
+    assert {spec.branches for spec in made} == {((512, 1), (1024, 4))}  # explicit lists win
     with pytest.raises((TypeError, ValueError), match="max_length"):
-        MADE[name](max_length=-3)
+        make(max_length=-3)
     if name != "LongNetViT":  # which has segments of its own
         with pytest.raises(ValueError, match="given together, got dilation_rates alone"):
-            MADE[name](dilation_rates=[1])
+            make(dilation_rates=[1])
 
 
 def test_factories_take_seq_len() -> None:
     made = dap.create_dilated_attention("auto", seq_len=16384)
     assert made.spec.branches[-1] == (16384, 8)
     assert "until one spans 16384 tokens" in str(made.choice)
-    assert specs(dap.create_multihead_dilated_attention("auto", 32, 4, seq_len=16384))[0].branches[-1] == (
-        16384,
-        4,
-    )
+    made = dap.create_multihead_dilated_attention("auto", 32, 4, seq_len=16384)
+    assert specs(made)[0].branches[-1] == (16384, 4)
     with pytest.raises(ValueError, match="seq_len and max_length are one, got 5 and 6"):
         dap.create_dilated_attention("auto", seq_len=5, max_length=6)
 

@@ -1,21 +1,23 @@
-"""Engine against reference: forward, lse and all gradients, over random configurations."""
+"""Every planner and kernel against the reference: forward, lse and all gradients of random calls."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedSpec, dilated_attention
+from dilated_attention_pytorch import DilatedSpec, Execution, block_sparse_attention, dilated_attention
 from dilated_attention_pytorch.core import get_global_pattern_cache
 from dilated_attention_pytorch.kernels import batches
-from dilated_attention_pytorch.plan import Shape, plan_dilated
-from dilated_attention_pytorch.reference import dilated_attention_reference
+from dilated_attention_pytorch.plan import Shape, block_sparse, plan_dilated
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
+from support.block_configurations import BlockConfiguration, block_configurations
 from support.configurations import Configuration, configurations
 from support.exactness import check_call
 from support.executions import FUSED, dilated
@@ -32,70 +34,67 @@ def many_documents(draw: st.DrawFn) -> Configuration:
     return replace(config, **changes, workspace_bytes=draw(st.sampled_from([1, 2**16, 2**25])))
 
 
-def check_against_reference(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
+def check_dilated(config: Configuration, dtype: torch.dtype, kernel: str = "auto") -> None:
     branches = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
+    how: dict[str, Any] = {"workspace_bytes": config.workspace_bytes, "memory": config.memory}
     check_call(
         config,
         dtype,
         partial(dilated, **branches),
         partial(dilated_attention_reference, **branches),
         saves_output=not config.detach_mixing,
-        workspace_bytes=config.workspace_bytes,
-        memory=config.memory,
         kernel=kernel,
         steps=config.steps,
+        **how,
     )
 
 
-@settings(max_examples=300)
-@given(configurations())
-def test_float64(config: Configuration) -> None:
-    check_against_reference(config, torch.float64)
+def check_blocks(config: BlockConfiguration, dtype: torch.dtype, kernel: str = "auto") -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sparse, "JOINED_ROWS", 48)  # joined at the lengths that the search draws, too
+        check_call(
+            config,
+            dtype,
+            partial(block_sparse_attention, pattern=config.pattern),
+            partial(block_sparse_attention_reference, mask=config.pattern.to_dense()),
+            execution=Execution(kernel, config.workspace_bytes, config.memory),
+        )
 
 
-@pytest.mark.parametrize("kernel", FUSED)
-@settings(max_examples=200)
-@given(configurations())
-def test_float32(kernel: str, config: Configuration) -> None:
-    check_against_reference(config, torch.float32, kernel)
+HALVES = (torch.bfloat16, torch.float16)
+SEARCHES: list[tuple[Any, torch.dtype, str, int, int]] = [  # examples, and the longest sequence
+    (check_dilated, torch.float64, "auto", 300, 600),
+    *((check_dilated, torch.float32, kernel, 200, 600) for kernel in FUSED),
+    *((check_dilated, dtype, kernel, 60, 200) for kernel in FUSED for dtype in HALVES),
+    (check_dilated, torch.float64, "eager", 80, 200),
+    (check_blocks, torch.float64, "auto", 250, 500),
+    (check_blocks, torch.float32, "auto", 150, 500),
+    *((check_blocks, dtype, "auto", 60, 200) for dtype in HALVES),
+    (check_blocks, torch.float64, "eager", 40, 200),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", FUSED)
-@settings(max_examples=60)
-@given(configurations(max_n=200))
-def test_half_precision(kernel: str, dtype: torch.dtype, config: Configuration) -> None:
-    check_against_reference(config, dtype, kernel)
+@pytest.mark.parametrize(("check", "dtype", "kernel", "examples", "max_n"), SEARCHES)
+def test_equals_the_definition(
+    check: Any, dtype: torch.dtype, kernel: str, examples: int, max_n: int
+) -> None:
+    drawn = configurations(max_n) if check is check_dilated else block_configurations(max_n, tiles=True)
+
+    @settings(max_examples=examples)
+    @given(drawn)
+    def search(config: Any) -> None:
+        check(config, dtype, kernel)
+
+    search()
 
 
 def test_float16_with_one_feature_a_head() -> None:
-    config = Configuration(
-        b=1,
-        n=144,
-        h=10,
-        h_kv=5,
-        d=1,
-        branches=((105, 10), (90, 12), (65, 3), (137, 12), (121, 1)),
-        is_causal=True,
-        head_mixing="all",
-        head_offsets="interleaved",
-        tail="exact",
-        detach_mixing=False,
-        scale=None,
-        masked=True,
-        docs=None,
-        layout="strided_features",
-        workspace_bytes=2**25,
-        memory="fresh",
-        seed=33831,
-    )
-    check_against_reference(config, torch.float16)
-
-
-@settings(max_examples=80)
-@given(configurations(max_n=200))
-def test_eager_kernel(config: Configuration) -> None:
-    check_against_reference(config, torch.float64, kernel="eager")
+    sizes: dict[str, Any] = {"b": 1, "n": 144, "h": 10, "h_kv": 5, "d": 1, "seed": 33831, "docs": None}
+    mixing = {"head_mixing": "all", "head_offsets": "interleaved", "tail": "exact", "detach_mixing": False}
+    options = {"is_causal": True, "scale": None, "masked": True, "layout": "strided_features"}
+    branches = ((105, 10), (90, 12), (65, 3), (137, 12), (121, 1))
+    memory: dict[str, Any] = {"workspace_bytes": 2**25, "memory": "fresh"}
+    check_dilated(Configuration(**sizes, branches=branches, **options, **mixing, **memory), torch.float16)
 
 
 @settings(max_examples=40)
@@ -106,7 +105,7 @@ def test_many_documents(config: Configuration, dtype: torch.dtype) -> None:
         patch.setattr(batches, "MANY_SHAPES", 1)
         patch.setattr(batches, "LEAST_GAIN", 1)
         get_global_pattern_cache().clear()  # plans keep their batches
-        check_against_reference(config, dtype)
+        check_dilated(config, dtype)
     get_global_pattern_cache().clear()
 
 
@@ -147,18 +146,9 @@ def test_grouped_documents_repeat_their_dropout_and_hold_their_nan() -> None:
     lo, hi = bounds[30], bounds[31]
     k[:, hi - 1] = float("nan")
     for causal in (False, True):
-        out, expected = (
-            f(q, k, v, is_causal=causal)
-            for f in (
-                packed,
-                partial(
-                    dilated_attention_reference,
-                    segment_lengths=[8, 16],
-                    dilation_rates=[1, 2],
-                    cu_seqlens=torch.tensor(bounds),
-                ),
-            )
-        )
+        out = packed(q, k, v, is_causal=causal)
+        given = {"cu_seqlens": torch.tensor(bounds), "is_causal": causal}
+        expected = dilated_attention_reference(q, k, v, [8, 16], [1, 2], **given)
         assert torch.equal(out.isnan(), expected.isnan())
         assert out[:, lo:hi].isnan().any()
     assert not whole.isnan().any()

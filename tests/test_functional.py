@@ -1,233 +1,292 @@
-"""What `dilated_attention` promises besides equality with the reference."""
+"""What the functions of attention, dilated and block-sparse, promise besides equality with the reference."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import Execution, dilated_attention
-from dilated_attention_pytorch.reference import dilated_attention_reference, multiplicity
+from dilated_attention_pytorch import (
+    BlockPattern,
+    Execution,
+    SparsePatternConfig,
+    block_sparse_attention,
+    build_block_pattern,
+    dilated_attention,
+)
+from dilated_attention_pytorch.core.pattern_cache import get_block_pattern_cache
+from dilated_attention_pytorch.plan import Shape, plan_blocks
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
+from dilated_attention_pytorch.spec import PatternType
+from support.attentions import (
+    BRANCHES,
+    CAUSAL,
+    EACH,
+    EVERY,
+    Kind,
+    N,
+    assert_all_close,
+    qkv,
+    random_pattern,
+    with_gradients,
+)
 from support.executions import dilated
 from support.tolerances import assert_close, assert_same_gradients
 
-BRANCHES: dict[str, Any] = {"segment_lengths": (8, 14, 40), "dilation_rates": (1, 2, 5)}
+
+def assert_dense(out: Tensor, tensors: list[Tensor], causal: bool) -> None:
+    """Equals scaled_dot_product_attention, and so do the gradients."""
+    heads_first, dtype = (x.transpose(1, 2) for x in tensors), out.dtype
+    dense = F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    assert_close(out, dense, dtype)
+    assert_same_gradients(out, dense, tensors, dtype)
 
 
-def qkv(n: int = 37, h: int = 6, h_kv: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(2, n, heads, 8, dtype=dtype) for heads in (h, h_kv, h_kv))
-
-
-@pytest.mark.parametrize("causal", [False, True])
+@CAUSAL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("h", "h_kv"), [(6, 6), (6, 2)])
 @pytest.mark.parametrize("n", [1, 63, 700])
-def test_one_branch_of_rate_one_is_dense_attention(
-    n: int, h: int, h_kv: int, dtype: torch.dtype, causal: bool
-) -> None:
+def test_one_branch_of_rate_one_is_dense(n: int, h: int, h_kv: int, dtype: torch.dtype, causal: bool) -> None:
     tensors = [x.requires_grad_() for x in qkv(n, h, h_kv, dtype)]
-    out = dilated_attention(*tensors, [n], [1], is_causal=causal)
-    dense = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in tensors), is_causal=causal, enable_gqa=h != h_kv
-    ).transpose(1, 2)
-    assert_close(out, dense, dtype)
-    assert_same_gradients(out, dense, tensors, dtype)
+    assert_dense(dilated_attention(*tensors, [n], [1], is_causal=causal), tensors, causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize("kind", get_args(PatternType))
+def test_a_pattern_of_ratio_one_is_dense(kind: str, causal: bool) -> None:
+    tensors = [x.requires_grad_() for x in qkv(131)]
+    content = {"query": tensors[0], "key": tensors[1]} if kind == "adaptive" else {}
+    config = {"pattern_type": kind, "sparsity_ratio": 1.0, "block_size": 16}
+    pattern = build_block_pattern(config, 131, 4, is_causal=causal, **content)
+    assert_dense(block_sparse_attention(*tensors, pattern, is_causal=causal), tensors, causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("value", [3.0, -1e4, 1e38, math.nan, math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_the_future_cannot_change_the_past(which: str, value: float, dtype: torch.dtype) -> None:
-    q, k, v = qkv(600, dtype=dtype)
+    tensors = dict(zip("qkv", qkv(600, 6, 6, dtype), strict=True))
     branches: dict[str, Any] = {"segment_lengths": (64, 250, 600), "dilation_rates": (1, 2, 5)}
-    before = dilated_attention(q, k, v, **branches, is_causal=True)
+    before = dilated_attention(*tensors.values(), **branches, is_causal=True)
     for token in (1, 300, 513, 599):
-        changed = {name: x.clone() for name, x in (("q", q), ("k", k), ("v", v))}
+        changed = {name: x.clone() for name, x in tensors.items()}
         changed[which][:, token] = value
         after = dilated_attention(*changed.values(), **branches, is_causal=True)
         assert torch.equal(before[:, :token], after[:, :token])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@EVERY
+@CAUSAL
+@pytest.mark.parametrize("value", [-1e4, 1e38, math.nan, math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_nonfinite_inputs_reach_exactly_the_outputs_that_depend_on_them(
-    which: str, bad: float, causal: bool
+def test_inputs_reach_exactly_the_outputs_that_depend_on_them(
+    which: str, value: float, causal: bool, attend: Kind
 ) -> None:
-    tensors = dict(zip("qkv", qkv(37), strict=True))
-    clean = dilated_attention(*tensors.values(), **BRANCHES, is_causal=causal)
-    connected = multiplicity(37, 6, **BRANCHES, is_causal=causal) > 0  # (h, query, key)
-    for token in (0, 5, 20, 36):
-        spoilt = {name: x.clone() for name, x in tensors.items()}
-        spoilt[which][1, token, 3] = bad
-        out = dilated_attention(*spoilt.values(), **BRANCHES, is_causal=causal)
-        reached = torch.zeros(2, 37, 6, dtype=torch.bool)
-        reached[1, :, 3] = connected[3, :, token] if which != "q" else torch.arange(37) == token
-        if (
-            which == "k" and bad == math.inf
-        ):  # a score of -inf is a weight of 0: only some rows turn non-finite
-            reached &= ~out.isfinite().all(-1)
-        assert torch.equal(~out.isfinite().all(-1), reached)
-        assert_close(out[~reached], clean[~reached], torch.float32)
+    """So the future cannot change a bit of the past, and what is not finite is not hidden."""
+    tensors = dict(zip("qkv", qkv(h_kv=4, dtype=torch.float32), strict=True))
+    seen = attend.seen(causal)
+    for size, token in ((1, 43), *((2**22, token) for token in (0, 1, 9, 43, 74))):
+        options = {"is_causal": causal, "workspace_bytes": size if attend.layouts else 2**22}
+        clean = attend(*tensors.values(), **options)
+        changed = {name: x.clone() for name, x in tensors.items()}
+        changed[which][1, token, 3] = value
+        out = attend(*changed.values(), **options)
+        reached = torch.zeros(2, N, 4, dtype=torch.bool)
+        if which == "q":
+            reached[1, token, 3] = seen[token].any()
+        else:
+            reached[1, :, 3] = seen[:, token]
+        assert torch.equal(out[~reached], clean[~reached])
+        if math.isnan(value) or (value == math.inf and which != "k"):  # a score of -inf is a weight of 0
+            assert not out[reached].isfinite().all(-1).any()
+
+
+@EACH
+def test_hidden_keys_may_hold_anything(attend: Kind) -> None:
+    q, k, v = qkv()
+    mask = torch.rand(2, N) > 0.4
+    expected = attend(q, k, v, key_mask=mask)
+    k, v = (x.masked_fill(~mask[..., None, None], math.nan) for x in (k, v))
+    assert torch.equal(attend(q, k, v, key_mask=mask), expected)
+
+
+@EACH
+def test_a_sequence_whose_keys_are_all_hidden(attend: Kind) -> None:
+    tensors, mask = qkv(), torch.tensor([False, True])[:, None].expand(2, N)
+    out, lse, *gradients = with_gradients(attend, tensors, key_mask=mask)
+    assert not out[0].any()
+    assert (lse[0] == -math.inf).all()
+    assert_close(out[1:], attend(*(x[1:] for x in tensors)), torch.float64)
+    for x in gradients:
+        assert not x[0].any()
+        assert x.isfinite().all()
 
 
 def test_positions_that_no_branch_selects() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(20, 1, 1))
-    out, lse = dilated_attention(q, k, v, [10], [4], return_lse=True)
+    attend = partial(dilated_attention, segment_lengths=[10], dilation_rates=[4])
+    out, lse, *gradients = with_gradients(attend, qkv(20, 1, 1, torch.float32))
     selected = torch.tensor([t % 10 % 4 == 0 for t in range(20)])
     assert not out[:, ~selected].any()
     assert (lse[..., ~selected] == -math.inf).all()
     assert lse[..., selected].isfinite().all()
-    (out.square().sum() + lse[..., selected].sum()).backward()
-    for x in (q, k, v):
-        assert not x.grad[:, ~selected].any()
-        assert x.grad[:, selected].abs().amin() > 0 or x is v
+    for x in gradients:
+        assert not x[:, ~selected].any()
+        assert x[:, selected].abs().amin() > 0
+
+
+def test_blocks_that_no_query_or_no_key_has() -> None:
+    """Rows of blocks without a key, columns that nobody sees, and a pattern without a block."""
+    layout = torch.ones(10, 10, dtype=torch.bool)
+    layout[[0, 4, 9]] = False  # the last one is a partial block
+    layout[:, 7] = False
+    for kept, causal in ((layout, False), (layout, True), (torch.zeros_like(layout), False)):
+        attend = partial(block_sparse_attention, pattern=BlockPattern.from_layout(kept, N, 8))
+        out, lse, *gradients = with_gradients(attend, qkv(), is_causal=causal)
+        is_empty = ~kept.any(1)[torch.arange(N) // 8]
+        assert torch.equal(lse == -math.inf, is_empty.expand(2, 4, N))
+        assert not out[:, is_empty].any()
+        assert not gradients[0][:, is_empty].any()
+        for x in gradients[1:]:
+            assert x.isfinite().all()
+            assert not x[:, 56:64].any()
 
 
 def test_offsets_beyond_a_short_tail_select_nothing() -> None:
-    q, k, v = qkv(18, 8, 8)  # a tail of 2 positions, offsets up to 7
-    out, lse = dilated_attention(q, k, v, [16], [8], return_lse=True)
-    expected, expected_lse = dilated_attention_reference(q, k, v, [16], [8], return_lse=True)
-    assert_close(out, expected, torch.float32)
-    assert_close(lse, expected_lse, torch.float32)
-    assert not out[:, 16:, 2:].any()
-
-
-def test_hidden_keys_may_hold_anything() -> None:
-    q, k, v = qkv()
-    mask = torch.rand(2, 37) > 0.4
-    expected = dilated_attention(q, k, v, **BRANCHES, key_mask=mask)
-    k, v = (x.masked_fill(~mask[..., None, None], math.nan) for x in (k, v))
-    assert torch.equal(dilated_attention(q, k, v, **BRANCHES, key_mask=mask), expected)
-
-
-def test_a_sequence_whose_keys_are_all_hidden() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    mask = torch.tensor([False, True])[:, None].expand(2, 37)
-    out, lse = dilated_attention(q, k, v, **BRANCHES, key_mask=mask, return_lse=True)
-    assert not out[0].any()
-    assert (lse[0] == -math.inf).all()
-    assert_close(out[1:], dilated_attention(q[1:], k[1:], v[1:], **BRANCHES), torch.float32)
-    out.sum().backward()
-    for x in (q, k, v):
-        assert not x.grad[0].any()
-        assert x.grad.isfinite().all()
+    tensors = qkv(18, 8, 8)  # a tail of 2 positions, offsets up to 7
+    found = dilated_attention(*tensors, [16], [8], return_lse=True)
+    assert_all_close(
+        [dilated_attention_reference(*tensors, [16], [8], return_lse=True), found], torch.float64
+    )
+    assert not found[0][:, 16:, 2:].any()
 
 
 def test_packed_documents_equal_separate_calls() -> None:
-    q, k, v = (x[:1] for x in qkv(60))
-    bounds = [0, 1, 30, 30, 52, 60]
-    out = dilated_attention(q, k, v, **BRANCHES, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    tensors, bounds = [x[:1] for x in qkv(60)], [0, 1, 30, 30, 52, 60]
+    out = dilated_attention(*tensors, **BRANCHES, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     for lo, hi in pairwise(bounds):
         if hi > lo:
-            alone = dilated_attention(q[:, lo:hi], k[:, lo:hi], v[:, lo:hi], **BRANCHES)
-            assert_close(out[:, lo:hi], alone, torch.float32)
+            alone = dilated_attention(*(x[:, lo:hi] for x in tensors), **BRANCHES)
+            assert_close(out[:, lo:hi], alone, torch.float64)
 
 
-def test_the_workspace_changes_only_the_rounding() -> None:
-    tensors = [x.requires_grad_() for x in qkv(300, dtype=torch.float64)]
-    results = []
-    for workspace_bytes in (20_000, 200_000, 2**25):
-        execution = Execution(workspace_bytes=workspace_bytes)
-        out = dilated_attention(*tensors, **BRANCHES, is_causal=True, execution=execution)
-        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    for got in results[1:]:
-        for a, b in zip(got, results[0], strict=True):
-            assert_close(a, b, torch.float64)
+@EACH
+def test_the_workspace_changes_only_the_rounding(attend: Kind) -> None:
+    tensors, sizes = qkv(300), (20_000, 200_000, 2**25)
+    results = [with_gradients(attend, tensors, is_causal=True, workspace_bytes=size) for size in sizes]
+    assert_all_close(results, torch.float64)
 
 
-def test_dropout_acts_on_probabilities_and_repeats_in_backward() -> None:
-    n, p = 48, 0.3
-    q, k = (torch.randn(1, n, 2, n, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    v = torch.eye(n, dtype=torch.float64)[None, :, None].repeat(1, 1, 2, 1).requires_grad_()
-    one = {"segment_lengths": [24], "dilation_rates": [1]}
-    plain = dilated_attention(q, k, v, **one)
-    torch.manual_seed(3)
-    dropped = dilated_attention(q, k, v, **one, dropout_p=p)
-    torch.manual_seed(3)
-    again = dilated_attention(q, k, v, **one, dropout_p=p)
-    assert torch.equal(dropped, again)
-    assert not torch.equal(dropped, dilated_attention(q, k, v, **one, dropout_p=p))
-    kept = dropped != 0
-    assert_close(dropped[kept], (plain / (1 - p))[kept], torch.float64)
-    share = kept.sum().item() / (plain != 0).sum().item()
-    assert abs(share - (1 - p)) < 0.05
-    assert not dilated_attention(q, k, v, **one, dropout_p=1.0).any()
+def test_many_query_heads_on_one_key_head_are_split_over_tiles() -> None:
+    tensors = [torch.randn(1, 40, heads, 8, dtype=torch.float64) for heads in (12, 1, 1)]
+    for causal in (False, True):
+        given = {"segment_lengths": (20, 40), "dilation_rates": (1, 3), "is_causal": causal}
+        split = partial(dilated_attention, execution=Execution(workspace_bytes=2**15))
+        found = [with_gradients(each, tensors, **given) for each in (dilated_attention_reference, split)]
+        assert_all_close(found, torch.float64)
 
 
-def test_dropout_draws_anew_for_every_tile_segment_and_head() -> None:
-    n = 64
-    q = torch.zeros(1, n, 2, 16, dtype=torch.float64)
-    v = torch.eye(16, dtype=torch.float64).repeat(4, 1)[None, :, None].expand(1, n, 2, 16)
-    for workspace_bytes in (2**15, 2**25):  # several tiles, and one
-        execution = Execution(workspace_bytes=workspace_bytes)
-        out = dilated_attention(q, q, v, [16], [1], dropout_p=0.5, execution=execution)
-        masks = [
-            tuple((part != 0).flatten().tolist()) for head in out[0].unbind(1) for part in head.split(16)
-        ]
-        assert len(set(masks)) == 8
+@EACH
+def test_several_threads_give_the_same_results(attend: Kind) -> None:
+    tensors, before, results = qkv(1500, dtype=torch.float32), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(with_gradients(attend, tensors, is_causal=True))
+    finally:
+        torch.set_num_threads(before)
+    assert_all_close(results, torch.float32)
 
 
-def test_dropout_ignores_the_default_device() -> None:
-    tensors = qkv()
-    torch.manual_seed(9)
-    expected = dilated_attention(*tensors, **BRANCHES, dropout_p=0.2)
-    torch.manual_seed(9)
-    with torch.device("meta"):
-        assert torch.equal(dilated_attention(*tensors, **BRANCHES, dropout_p=0.2), expected)
+@EACH
+def test_inputs_are_left_alone(attend: Kind) -> None:
+    inputs = [*qkv(), torch.rand(2, N) > 0.5]
+    copies = [x.clone() for x in inputs]
+    with_gradients(attend, inputs[:3], key_mask=inputs[3], is_causal=True)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, copies, strict=True))
 
 
-def test_detached_mixing_of_uncovered_rows_over_several_panels() -> None:
-    for p in (0.0, 0.3):
-        tensors = [x.requires_grad_() for x in qkv(96, dtype=torch.float64)]
-        results = []
-        for workspace_bytes in (2**14, 2**25):
-            torch.manual_seed(0)
-            how = {"dropout_p": p, "execution": Execution(workspace_bytes=workspace_bytes)}
-            out = dilated_attention(*tensors, [16, 24], [4, 5], detach_mixing=True, **how)
-            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-        assert all(torch.isfinite(x).all() for x in (*results[0], *results[1]))
-        if not p:
-            for got, want in zip(*results, strict=True):
-                assert_close(got, want, torch.float64)
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_batch_is_an_empty_result(attend: Kind, dtype: torch.dtype) -> None:
+    x = torch.empty(0, 20, 4, 4, dtype=dtype, requires_grad=True)
+    out = attend(x, x, x)
+    out.sum().backward()
+    assert out.shape == x.shape == x.grad.shape
 
 
-@pytest.mark.parametrize("kernel", ["auto", "eager"])
-def test_autocast_does_not_lower_the_precision_inside(kernel: str) -> None:
-    tensors = [x.bfloat16().requires_grad_() for x in qkv(200)]
-    weight = torch.randn(2, 200, 6, 8).bfloat16()
+def test_memory_and_cache_change_no_bit() -> None:
+    tensors, cache = qkv(), get_block_pattern_cache()
+    attend = partial(block_sparse_attention, pattern=random_pattern(layouts=4))
 
-    def run() -> list[Tensor]:
-        out, lse = dilated_attention(*tensors, **BRANCHES, execution=Execution(kernel), return_lse=True)
-        return [out, lse, *torch.autograd.grad((out * weight).sum(), tensors)]
+    def run(**how: Any) -> list[Tensor]:
+        return with_gradients(attend, tensors, execution=Execution(**how))
 
+    cache.clear()
+    misses = cache.get_stats()["misses"]
     expected = run()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run()
-    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert cache.get_stats()["misses"] == misses + 1  # the backward finds what the forward has built
+    hits = cache.get_stats()["hits"]
+    again = run()
+    assert cache.get_stats()["hits"] == hits + 2
+    assert len(cache) == 1
+    cache.clear()
+    uncached = run(use_pattern_cache=False)
+    assert len(cache) == 0
+    for got in (again, uncached, run(memory="pool"), run(memory="pool")):
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
-def test_dropout_under_autocast_keeps_its_rate() -> None:
-    x = torch.randn(1, 256, 2, 16).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = dilated_attention(x, x, x, [256], [1], dropout_p=1e-30)
-    assert_close(out, dilated_attention(x, x, x, [256], [1]), torch.bfloat16)
+def test_patterns_that_differ_share_no_plan() -> None:
+    """Same sizes, same number of blocks, other content: a cache by shape alone would mix them up."""
+    tensors, eye = qkv(64), torch.eye(8, dtype=torch.bool)
+    for layout in (eye, eye.roll(1, 1), eye.flip(0)):
+        pattern = BlockPattern.from_layout(layout, 64, 8)
+        expected = block_sparse_attention_reference(*tensors, pattern.to_dense())
+        assert_close(block_sparse_attention(*tensors, pattern), expected, torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["local_window", "global_local", "hierarchical"])
+@CAUSAL
+@pytest.mark.parametrize("h_kv", [1, 2])
+def test_joined_neighbours(kind: Any, causal: bool, h_kv: int) -> None:
+    """Small blocks at the length at which they are joined in use."""
+    n = 2600
+    pattern = build_block_pattern(SparsePatternConfig(kind, 0.8, 16), n, 2, is_causal=causal)
+    plan = plan_blocks(pattern, Shape(1, n, 2, h_kv, 8), itemsize=8, workspace_bytes=2**20)
+    assert int(plan.column("count").max()) == 32 * 16
+    tensors = [x[:1].requires_grad_() for x in qkv(n, 2, h_kv)]
+    options: Any = {"is_causal": causal, "key_mask": torch.rand(1, n) > 0.1}
+    execution = Execution(workspace_bytes=2**20, use_pattern_cache=False)
+    out = block_sparse_attention(*tensors, pattern, execution=execution, **options)
+    expected = block_sparse_attention_reference(*tensors, pattern.to_dense(), **options)
+    assert_close(out, expected, torch.float64)
+    assert_same_gradients(out, expected, tensors, torch.float64)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_detached_mixing_of_uncovered_rows_over_several_panels(p: float) -> None:
+    attend = partial(dilated, segment_lengths=[16, 24], dilation_rates=[4, 5], detach_mixing=True)
+    tensors, results = qkv(96, 6, 6), []
+    for size in (2**14, 2**25):
+        torch.manual_seed(0)
+        results.append(with_gradients(attend, tensors, dropout_p=p, workspace_bytes=size))
+    assert_all_close(results, torch.float64)
 
 
 def test_large_gradients_of_lse_in_half_precision() -> None:
     q, k, v = (torch.randn(1, 16, 1, 16).half() for _ in range(3))
-    k = k * 1e-3
-    _, lse = dilated_attention(q.requires_grad_(), k, v, [16], [1], return_lse=True)
-    (grad,) = torch.autograd.grad(lse, q, torch.full_like(lse, 1e5))
-    exact = q.detach().double().requires_grad_()
-    _, lse = dilated_attention(exact, k.double(), v.double(), [16], [1], return_lse=True)
-    (expected,) = torch.autograd.grad(lse, exact, torch.full_like(lse, 1e5))
-    assert_close(grad, expected, torch.float16)
+    k, found = k * 1e-3, []
+    for dtype in (torch.float64, torch.float16):
+        leaf = q.to(dtype).requires_grad_()
+        _, lse = dilated_attention(leaf, k.to(dtype), v.to(dtype), [16], [1], return_lse=True)
+        found.append([*torch.autograd.grad(lse, leaf, torch.full_like(lse, 1e5))])
+    assert_all_close(found, torch.float16)
 
 
 def test_a_branch_whose_scores_overflow_leaves_the_others_alone() -> None:
@@ -235,157 +294,14 @@ def test_a_branch_whose_scores_overflow_leaves_the_others_alone() -> None:
     q[0, :, 0] = torch.tensor([1e20, 1.0])
     k[0, :, 0] = torch.tensor([0.0, -50.0])
     k[0, 1::2, 0, 0] = -1e20
-    assert_close(
-        dilated_attention(q, k, torch.ones_like(q), [1, 4], [1, 1], scale=1.0),
-        torch.ones_like(q),
-        torch.float32,
-    )
-
-
-def test_forward_mode_is_refused_not_dropped() -> None:
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: dilated_attention(x, k, v, **BRANCHES), (q,), (torch.ones_like(q),))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
-        with pytest.raises(TypeError, match="no forward-mode derivative"):
-            dilated_attention(q, k, dual, **BRANCHES)
-        assert dilated_attention(q, k, v, **BRANCHES).shape == q.shape
-
-
-def test_many_query_heads_on_one_key_head_are_split_over_tiles() -> None:
-    tensors = [torch.randn(1, 40, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (12, 1, 1)]
-    branches: dict[str, Any] = {"segment_lengths": (20, 40), "dilation_rates": (1, 3)}
-    for causal in (False, True):
-        results = []
-        for attention in (dilated_attention, dilated_attention_reference):
-            how = {"execution": Execution(workspace_bytes=2**15)}
-            options = how if attention is dilated_attention else {}
-            out = attention(*tensors, **branches, is_causal=causal, **options)  # type: ignore[operator]
-            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-        for got, want in zip(*results, strict=True):
-            assert_close(got, want, torch.float64)
-
-
-def test_several_threads_give_the_same_results() -> None:
-    tensors = [x.requires_grad_() for x in qkv(1500)]
-    branches: dict[str, Any] = {"segment_lengths": (256, 700), "dilation_rates": (1, 3), "is_causal": True}
-    results = []
-    before = torch.get_num_threads()
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        out = dilated_attention(*tensors, **branches)
-        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    torch.set_num_threads(before)
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want, torch.float32)
-
-
-def test_dropout_gradients_are_those_of_the_drawn_mask() -> None:
-    q, k, v = (torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return dilated_attention(
-            q, k, v, [4, 12], [1, 2], dropout_p=0.4, execution=Execution(workspace_bytes=3000)
-        )
-
-    assert torch.autograd.gradcheck(attention, (q, k, v))
-
-
-@pytest.mark.parametrize("workspace_bytes", [3000, 2**20])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"tail": "phantom", "head_mixing": "grouped"},
-        {"cu_seqlens": torch.tensor([0, 5, 12])},
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_dropout_in_steps_has_the_gradients_of_its_masks(
-    options: dict[str, Any], workspace_bytes: int
-) -> None:
-    q, k, v = (torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    execution = {"steps": 5, "workspace_bytes": workspace_bytes}
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return dilated(q, k, v, [4, 12], [1, 2], dropout_p=0.4, **execution, **options)
-
-    assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"detach_mixing": True}, {"is_causal": True}], ids=str)
-def test_steps_with_a_dropout_that_drops_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Tiles are cut as dropout needs them, in both passes, and every probability stays."""
-    tensors = [x.to(dtype).requires_grad_() for x in qkv(96)]
-    results = []
-    for execution in ({}, {"dropout_p": 1e-30, "steps": 5, "workspace_bytes": 2**14}):
-        out = dilated(*tensors, **BRANCHES, **options, **execution)
-        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want, dtype)
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_dropout_does_not_depend_on_how_the_work_is_cut(steps: int) -> None:
-    x = torch.randn(2, 64, 4, 8, dtype=torch.float64, requires_grad=True)
-    results = []
-    for size in (1, 2**10, 2**14, None):
-        torch.manual_seed(3)
-        out = dilated(x, x, x, [16, 64], [1, 2], dropout_p=0.4, workspace_bytes=size, steps=steps)
-        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
-    for got in results[1:]:
-        for one, other in zip(got, results[0], strict=True):
-            assert_close(one, other, torch.float64)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True, "head_offsets": "blocked"},
-        {"tail": "phantom"},
-        {"head_mixing": "grouped"},
-        {"key_mask": torch.tensor([[True, False, True, True, True, False, True]])},
-        {"cu_seqlens": torch.tensor([0, 2, 7])},
-    ],
-    ids=str,
-)
-def test_gradcheck(options: dict[str, Any]) -> None:
-    q = torch.randn(1, 7, 4, 3, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 7, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = dilated_attention(q, k, v, [3, 7], [1, 2], return_lse=True, **options)
-        return out, torch.where(lse.isfinite(), lse, 0.0)
-
-    assert torch.autograd.gradcheck(attention, (q, k, v))
-
-
-def test_an_empty_batch_is_an_empty_result() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.empty(0, 5, 2, 4, dtype=dtype, requires_grad=True)
-        out = dilated_attention(x, x, x, [4], [1])
-        out.sum().backward()
-        assert out.shape == x.shape == x.grad.shape
-
-
-def test_inputs_are_left_alone() -> None:
-    tensors = qkv()
-    copies = [x.clone() for x in tensors]
-    mask = torch.rand(2, 37) > 0.5
-    dilated_attention(*tensors, **BRANCHES, key_mask=mask)
-    assert all(torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
+    out = dilated_attention(q, k, torch.ones_like(q), [1, 4], [1, 1], scale=1.0)
+    assert_close(out, torch.ones_like(q), torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"head_offsets": "blocked"}, {"head_mixing": "grouped"}])
 @pytest.mark.parametrize("h_kv", [6, 2])
 def test_slices_of_the_heads_join_to_the_whole(h_kv: int, options: dict[str, Any]) -> None:
-    tensors = [x.requires_grad_() for x in qkv(h_kv=h_kv, dtype=torch.float64)]
+    tensors = [x.requires_grad_() for x in qkv(37, 6, h_kv)]
     whole = dilated_attention(*tensors, **BRANCHES, **options)
     parts = []
     for first in (0, 3):

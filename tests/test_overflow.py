@@ -17,10 +17,7 @@ from dilated_attention_pytorch import DilatedKVCache, Execution, block_sparse_at
 from dilated_attention_pytorch.attention_maps import attention_rows
 from dilated_attention_pytorch.decode import attend_last
 from dilated_attention_pytorch.plan import BlockPattern
-from dilated_attention_pytorch.reference import (
-    block_sparse_attention_reference,
-    dilated_attention_reference,
-)
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
 from dilated_attention_pytorch.ring import ring_block_sparse_attention, ring_dilated_attention
 from support.executions import dilated, packed
 from support.ranks import run_ranks

@@ -1,4 +1,7 @@
-"""Bad input states the rule and the fact, before any kernel runs: what is wrong, and in which words."""
+"""Bad input states the rule and the fact, before any kernel runs: each rule once, in which words.
+
+What else breaks the same rules, in any public function or class, is in test_bad_calls.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ from dilated_attention_pytorch import (
     ring_block_sparse_attention,
     ring_dilated_attention,
 )
-from dilated_attention_pytorch.ops import attention_op, write_execution, write_spec
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from support.executions import dilated, packed
 from support.tolerances import assert_close
@@ -69,32 +71,22 @@ ONES = torch.ones(1, 16, dtype=torch.bool)
 POSITIVE = "must be a positive integer, got"
 ATTENTION: list[Case] = [  # of all public functions of attention
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-    ({"is_causal": None}, TypeError, "is_causal must be a bool, got None"),
     ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got 'no'"),
     ({"scale": 10**400}, ValueError, "scale must be finite, got inf"),
-    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
     ({"scale": "1"}, TypeError, "scale must be a number, got '1' of type str"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
-    ({"dropout_p": -0.1}, ValueError, "dropout_p must lie between 0 and 1, got -0.1"),
-    ({"dropout_p": math.nan}, ValueError, "dropout_p must be finite"),
     ({"kernel": "fast"}, ValueError, "kernel must be one of 'auto', .* got 'fast'"),
     ({"kernel": "stock", "dropout_p": 0.1}, ValueError, "'stock' cannot run this call: it has no dropout"),
     ({"memory": "swap"}, ValueError, "memory must be 'fresh', 'pool', 'lightweight' or a buffer manager"),
-    ({"memory": "manager:0"}, ValueError, "or a buffer manager's name, got 'manager:0'"),
     ({"memory": None}, TypeError, "memory must be .* got None"),
     ({"use_pattern_cache": 1}, TypeError, "use_pattern_cache must be a bool, got 1"),
     ({"workspace_bytes": 0}, ValueError, f"workspace_bytes {POSITIVE} 0"),
-    ({"workspace_bytes": -1}, ValueError, f"workspace_bytes {POSITIVE} -1"),
-    ({"workspace_bytes": 2.5}, ValueError, f"workspace_bytes {POSITIVE} 2.5"),
-    ({"workspace_bytes": False}, ValueError, f"workspace_bytes {POSITIVE} False"),
     ({"workspace_bytes": 10**30}, ValueError, r"workspace_bytes must be below 2\*\*62"),
     ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
-    ({"v": None}, TypeError, "v must be a tensor, got NoneType"),
     ({"q": NESTED}, TypeError, "q must be a dense"),
     ({"k": X.to_sparse()}, TypeError, "k must be a dense tensor, got torch.sparse_coo"),
     ({"q": X[0]}, ValueError, r"q must have 4 dimensions \(b, n, h, d\), got shape \(16, 4, 8\)"),
     ({"k": X.long()}, TypeError, "k must be float16, bfloat16, float32 or float64, got torch.int64"),
-    ({"q": X.to(torch.complex64)}, TypeError, "q must be float16, .* got torch.complex64"),
     ({"k": X.double()}, TypeError, "one dtype, got torch.float32, torch.float64 and torch.float32"),
     ({"k": X.to("meta")}, ValueError, "one device, got cpu, meta and cpu"),
     (same(X[:, :0]), ValueError, r"at least one position.*got shape \(1, 0"),
@@ -105,7 +97,6 @@ ATTENTION: list[Case] = [  # of all public functions of attention
     (kv(X[:, :, :3]), ValueError, "multiple of those of k and v, got 4 and 3"),
     (kv(X[:, :, :0]), ValueError, "multiple of those of k and v, got 4 and 0"),
     ({"key_mask": torch.ones(1, 16)}, TypeError, "key_mask must be a bool tensor, got torch.float32"),
-    ({"key_mask": [True] * 16}, TypeError, "key_mask must be a bool tensor, got list"),
     ({"key_mask": ONES[0]}, ValueError, r"shape \(b, n\) = \(1, 16\), got \(16,\)"),
     ({"key_mask": ONES.to("meta")}, ValueError, "on the device of q, cpu"),
 ]
@@ -113,13 +104,8 @@ DILATED: list[Case] = [
     ({"segment_lengths": [4]}, ValueError, "same length, got 1 and 2"),
     ({"segment_lengths": [], "dilation_rates": []}, ValueError, "must name at least one branch"),
     ({"segment_lengths": [4, 0]}, ValueError, r"segment_lengths must be positive, got \(4, 0\)"),
-    ({"dilation_rates": [1, -2]}, ValueError, r"dilation_rates must be positive, got \(1, -2\)"),
     ({"dilation_rates": [1, 2.0]}, TypeError, "dilation_rates must hold integers, got 2.0 of type float"),
-    ({"dilation_rates": [1, math.nan]}, TypeError, "dilation_rates must hold integers, got nan"),
-    ({"dilation_rates": [1, True]}, TypeError, "dilation_rates must hold integers, got True"),
     ({"segment_lengths": 4}, TypeError, "segment_lengths must be a sequence of integers, got 4"),
-    ({"segment_lengths": "48"}, TypeError, "segment_lengths must be a sequence of integers, got '48'"),
-    ({"segment_lengths": {4, 8}}, TypeError, "segment_lengths must be a sequence of integers"),
     ({"segment_lengths": [4, 2**63]}, ValueError, r"segment_lengths must be below 2\*\*62"),
     ({"dilation_rates": [1, 2**40]}, ValueError, r"dilation_rates must be below 2\*\*31"),
     ({"segment_lengths": [8, 16], "dilation_rates": [9, 1]}, ValueError, "got rate 9 for a segment of 8$"),
@@ -129,11 +115,9 @@ DILATED: list[Case] = [
     ({"tail": "pad"}, ValueError, "tail must be one of 'exact', 'phantom', got 'pad'"),
     ({"detach_mixing": "no"}, TypeError, "detach_mixing must be a bool, got 'no'"),
     ({"head_slice": (0, 4.0)}, TypeError, r"must be two integers \(first, total\), got \(0, 4.0\)"),
-    ({"head_slice": 3}, TypeError, "head_slice must be two integers"),
     ({"head_slice": (0, 2**31)}, ValueError, r"a total below 2\*\*31, got 2147483648"),
     ({"head_slice": (2, 5)}, ValueError, r"first \+ 4 heads of q within total, got \(2, 5\)"),
     ({"head_slice": (1, 8), **kv(X[:, :, :2])}, ValueError, r"not cut the 2 query heads .*, got \(1, 8\)"),
-    ({"cu_seqlens": torch.tensor([0.0, 16.0])}, TypeError, "cu_seqlens must be an int32 or int64 tensor"),
     ({"cu_seqlens": [0, 16]}, TypeError, "cu_seqlens must be an int32 or int64 tensor, got list"),
     ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "of q, cpu, got meta"),
     ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "cu_seqlens must have one dimension"),
@@ -146,50 +130,33 @@ DILATED: list[Case] = [
 ]
 BLOCKS: list[Case] = [
     ({"pattern": PATTERN.to_layout()}, TypeError, "pattern must be a BlockPattern, got Tensor"),
-    ({"pattern": None}, TypeError, "pattern must be a BlockPattern, got NoneType"),
-    ({"pattern": "local_window"}, TypeError, "pattern must be a BlockPattern, got str"),
     ({"pattern": SparsePatternConfig()}, TypeError, "must be a BlockPattern, got SparsePatternConfig"),
     ({"pattern": layouts(1, 15)}, ValueError, "is for a length of 15, got tensors of length 16"),
     ({"pattern": layouts(3)}, ValueError, "one for each of the 4 heads or .* 1 x 4 .* got 3"),
-    ({"pattern": layouts(8)}, ValueError, "one for each of the 4 heads or .* 1 x 4 .* got 8"),
     ({"pattern": PATTERN.causal()}, ValueError, "is for causal attention, got is_causal=False"),
 ]
 CONFIG: list[Case] = [
     ({"pattern_type": "window"}, ValueError, "one of 'dilated_sparse', .*'adaptive', got 'window'"),
-    ({"pattern_type": None}, ValueError, "pattern_type must be one of .* got None"),
-    ({"pattern_type": ["random"]}, ValueError, "pattern_type must be one of .* got"),
     ({"sparsity_ratio": 0.0}, ValueError, "fraction kept, above 0 and at most 1, got 0.0"),
-    ({"sparsity_ratio": -0.1}, ValueError, "above 0 and at most 1, got -0.1"),
     ({"sparsity_ratio": 1.0001}, ValueError, "above 0 and at most 1, got 1.0001"),
-    ({"sparsity_ratio": 90}, ValueError, "above 0 and at most 1, got 90"),
     ({"sparsity_ratio": math.nan}, ValueError, "sparsity_ratio must be finite, got nan"),
-    ({"sparsity_ratio": math.inf}, ValueError, "sparsity_ratio must be finite, got inf"),
     ({"sparsity_ratio": "0.1"}, TypeError, "sparsity_ratio must be a number, got '0.1' of type str"),
-    ({"sparsity_ratio": None}, TypeError, "sparsity_ratio must be a number, got None"),
-    ({"sparsity_ratio": True}, TypeError, "sparsity_ratio must be a number, got True"),
-    *(
-        ({"block_size": x}, ValueError, f"block_size {POSITIVE} {x!r}")
-        for x in (0, -128, True, 64.0, "64", None)
-    ),
+    ({"block_size": 0}, ValueError, f"block_size {POSITIVE} 0"),
     ({"block_size": 2**16 + 1}, ValueError, "block_size must be at most 65536, got 65537"),
     ({"window_size": 127}, ValueError, "hold at least one block of 128 tokens, got 127"),
-    *(({"window_size": x}, ValueError, f"window_size {POSITIVE} {x!r}") for x in (0, 256.0, True)),
-    *(({"global_tokens": x}, ValueError, f"integer of 0 or more, got {x!r}") for x in (-1, 1.5, False)),
-    *(({"seed": x}, ValueError, f"seed must be an integer of 0 or more, got {x!r}") for x in (-1, 0.5)),
+    ({"window_size": 0}, ValueError, f"window_size {POSITIVE} 0"),
+    ({"global_tokens": -1}, ValueError, "integer of 0 or more, got -1"),
+    ({"seed": 0.5}, ValueError, "seed must be an integer of 0 or more, got 0.5"),
     ({"seed": 2**63}, ValueError, r"seed must be below 2\*\*63"),
     ({"hierarchy": "coarse"}, ValueError, "levels or one of 'standard', .*'long_range', got 'coarse'"),
     ({"hierarchy": ()}, ValueError, "hierarchy must have 1 to 32 levels, got 0"),
     ({"hierarchy": ((1, 0.01),) * 33}, ValueError, "hierarchy must have 1 to 32 levels, got 33"),
     ({"hierarchy": 3}, TypeError, r"hierarchy must hold pairs \(stride, share\), got 3"),
-    ({"hierarchy": None}, TypeError, r"hierarchy must hold pairs \(stride, share\), got None"),
     ({"hierarchy": (1, 2)}, TypeError, r"hierarchy must hold pairs \(stride, share\)"),
     ({"hierarchy": ((1, 0.5, 3),)}, TypeError, r"hierarchy must hold pairs \(stride, share\)"),
     ({"hierarchy": ((0, 0.5),)}, ValueError, f"a stride of hierarchy {POSITIVE} 0"),
-    ({"hierarchy": ((1.0, 0.5),)}, ValueError, f"a stride of hierarchy {POSITIVE} 1.0"),
     ({"hierarchy": ((1, 0.0),)}, ValueError, "a share of hierarchy must lie above 0 .* got 0.0"),
-    ({"hierarchy": ((1, 1.5),)}, ValueError, "a share of hierarchy must lie above 0 .* got 1.5"),
     ({"hierarchy": ((1, math.nan),)}, ValueError, "a share of hierarchy must be finite, got nan"),
-    ({"hierarchy": ((1, "1"),)}, TypeError, "a share of hierarchy must be a number, got '1'"),
     ({"hierarchy": ((1, 0.7), (2, 0.7))}, ValueError, "shares of hierarchy must add up to at most 1"),
 ]
 ADAPTIVE = {"pattern_type": "adaptive", "query": X}
@@ -197,35 +164,25 @@ BUILD: list[Case] = [
     ({"config": {"ratio": 0.1}}, ValueError, r"has the fields pattern_type, .*, got \['ratio'\]"),
     ({"config": {"block_size": 64, 5: 1}}, ValueError, r"sparse_config has the fields .*, got \[5\]"),
     ({"config": "local_window"}, TypeError, "must be a SparsePatternConfig or a dict, got str"),
-    ({"config": 0.1}, TypeError, "must be a SparsePatternConfig or a dict, got float"),
-    ({"config": [("block_size", 64)]}, TypeError, "must be a SparsePatternConfig or a dict, got list"),
-    *(({"n": x}, ValueError, f"n {POSITIVE} {x!r}") for x in (0, 16.0, True)),
-    *(({"num_heads": x}, ValueError, f"num_heads {POSITIVE} {x!r}") for x in (0, "4")),
+    ({"n": 16.0}, ValueError, f"n {POSITIVE} 16.0"),
+    ({"num_heads": "4"}, ValueError, f"num_heads {POSITIVE} '4'"),
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-    ({"segment_lengths": (8,)}, ValueError, "are given together, got one of them"),
-    ({"dilation_rates": (1,)}, ValueError, "are given together, got one of them"),
+    ({"segment_lengths": (8,)}, ValueError, "are given together, got segment_lengths alone"),
     ({"segment_lengths": (8, 16), "dilation_rates": (1,)}, ValueError, "same length, got 2 and 1"),
-    ({"segment_lengths": (0,), "dilation_rates": (1,)}, ValueError, r"must be positive, got \(0,\)"),
-    ({"segment_lengths": (8,), "dilation_rates": (0,)}, ValueError, r"must be positive, got \(0,\)"),
-    ({"segment_lengths": (8,), "dilation_rates": (1.5,)}, TypeError, "must hold integers, got 1.5"),
     (
         {"segment_lengths": (16, 3), "dilation_rates": (1, 2)},
         ValueError,
         "block_size of 4 and a segment of 3",
     ),
     ({"query": X, "key": X}, ValueError, "are for \"adaptive\" patterns, got one of 'dilated_sparse'"),
-    ({"key": X}, ValueError, "are for \"adaptive\" patterns, got one of 'dilated_sparse'"),
-    ({"pattern_type": "adaptive"}, ValueError, "depends on query and key, and they are not given"),
     (ADAPTIVE, ValueError, "depends on query and key"),
+    ({**ADAPTIVE, "key": X, "segment_lengths": (0,), "dilation_rates": (1,)}, ValueError, "must be positive"),
     ({**ADAPTIVE, "query": X[:, :8], "key": X[:, :8]}, ValueError, r"length 16 and 4 heads, got .*\(1, 8, 4"),
     ({**ADAPTIVE, "query": X[:, :, :2], "key": X[:, :, :2]}, ValueError, r"4 heads, got shape \(1, 16, 2"),
     ({**ADAPTIVE, "key": X[:, :8]}, ValueError, "with the b, n and d of q"),
-    ({**ADAPTIVE, "key": X[:, :, :3]}, ValueError, "multiple of those of k and v, got 4 and 3"),
-    ({**ADAPTIVE, "query": [1.0], "key": X}, TypeError, "q must be a tensor, got list"),
-    ({**ADAPTIVE, "key": X.long()}, TypeError, "got torch.int64"),
 ]
 LENGTHS: list[Case] = [
-    *(({"max_length": x}, ValueError, f"max_length {POSITIVE} {x!r}") for x in (0, 1.5, None, True)),
+    ({"max_length": None}, ValueError, f"max_length {POSITIVE} None"),
     ({"max_length": 2**62}, ValueError, r"below 2\*\*62"),
     ({"max_length": 5, "num_heads": 0}, ValueError, f"num_heads {POSITIVE} 0"),
     ({"max_length": 5, "first": -1}, ValueError, f"first {POSITIVE} -1"),
@@ -291,12 +248,6 @@ def test_segments_bind_blocks_of_dilated_patterns_alone() -> None:
     assert build(segment_lengths=(4,), dilation_rates=(1,)).rows == 4
     with pytest.raises(ValueError, match="same length, got 1 and 2"):  # checked all the same
         build("local_window", segment_lengths=(3,), dilation_rates=(1, 2))
-
-
-def test_calling_the_op_directly_is_validated_too() -> None:
-    spec = write_spec("dilated", DilatedSpec([9], [1], True, 0.3)).replace("(9,)", "(0,)")
-    with pytest.raises(ValueError, match="segment_lengths must be positive"):
-        attention_op(X, X, X, *(None,) * 7, spec, write_execution(Execution()))
 
 
 def test_a_spec_stands_for_its_options() -> None:

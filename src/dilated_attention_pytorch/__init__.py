@@ -13,34 +13,22 @@ import typing
 import warnings
 
 if typing.TYPE_CHECKING:
-    from .attention_maps import (
-        attention_rows as attention_rows,
-    )
+    from .attention_maps import attention_rows as attention_rows
     from .block_sparse import (
         block_sparse_attention as block_sparse_attention,
         build_block_pattern as build_block_pattern,
         create_dilated_block_mask as create_dilated_block_mask,
     )
-    from .core import (
-        PersistentPatternCache as PersistentPatternCache,
-    )
-    from .decode import (
-        DilatedKVCache as DilatedKVCache,
-        attend_last as attend_last,
-    )
+    from .core import PersistentPatternCache as PersistentPatternCache
+    from .decode import DilatedKVCache as DilatedKVCache, attend_last as attend_last
     from .factory import (
         choose_dilated_attention as choose_dilated_attention,
         create_block_sparse_attention as create_block_sparse_attention,
         create_dilated_attention as create_dilated_attention,
         create_multihead_dilated_attention as create_multihead_dilated_attention,
     )
-    from .functional import (
-        dilated_attention as dilated_attention,
-    )
-    from .integrations.gigapath import (
-        LongNetViT as LongNetViT,
-        LongNetViTConfig as LongNetViTConfig,
-    )
+    from .functional import dilated_attention as dilated_attention
+    from .integrations.gigapath import LongNetViT as LongNetViT, LongNetViTConfig as LongNetViTConfig
     from .modules import (
         BlockSparseAdaptiveDilatedAttention as BlockSparseAdaptiveDilatedAttention,
         BlockSparseDilatedAttention as BlockSparseDilatedAttention,
@@ -69,9 +57,7 @@ if typing.TYPE_CHECKING:
         RingMultiheadDilatedAttention as RingMultiheadDilatedAttention,
         magneto_gamma as magneto_gamma,
     )
-    from .plan import (
-        BlockPattern as BlockPattern,
-    )
+    from .plan import BlockPattern as BlockPattern
     from .ring import (
         RingError as RingError,
         RingSchedule as RingSchedule,

@@ -31,13 +31,7 @@ from .ops import (
 )
 from .plan import BlockPattern, build_pattern, choose_blocks
 from .plan.flex import dilated_block_mask, flex_block_sparse, why_not_flex
-from .spec import (
-    DEFAULT_DILATION_RATES,
-    DEFAULT_SEGMENT_LENGTHS,
-    DilatedSpec,
-    Execution,
-    SparsePatternConfig,
-)
+from .spec import DilatedSpec, Execution, SparsePatternConfig, resolve_branches
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -74,23 +68,21 @@ def build_block_pattern(
     check_flags(is_causal=is_causal)
     check_positive_int("n", n)
     check_positive_int("num_heads", num_heads)
+    branches = check_branches(config, segment_lengths, dilation_rates)
     if config.pattern_type == "adaptive":
         if query is None or key is None:
             raise ValueError('an "adaptive" pattern depends on query and key, and they are not given')
         check_inputs(query, key, key, key_mask, None)
-        if query.shape[1] != n or query.shape[2] != num_heads:
-            raise ValueError(
-                f"query must have the length {n} and {num_heads} heads, got shape {tuple(query.shape)}"
-            )
+        if query.shape[1:3] != (n, num_heads):
+            rule = f"query must have the length {n} and {num_heads} heads"
+            raise ValueError(f"{rule}, got shape {tuple(query.shape)}")
         with torch.no_grad():
             row = pool_queries(query, config.block_size, is_causal, key_mask)
             column = pool_queries(key, config.block_size, False, key_mask)
             return choose_blocks(row, column, n, config, is_causal, key_mask)
     if not (query is None and key is None and key_mask is None):
-        raise ValueError(
-            f'query, key and key_mask are for "adaptive" patterns, got one of {config.pattern_type!r}'
-        )
-    branches = check_branches(config, segment_lengths, dilation_rates)
+        rule = 'query, key and key_mask are for "adaptive" patterns'
+        raise ValueError(f"{rule}, got one of {config.pattern_type!r}")
     with torch.device("cpu"):
         return build_pattern(config, n, num_heads, is_causal=is_causal, branches=branches)
 
@@ -99,18 +91,13 @@ def check_branches(
     config: SparsePatternConfig, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
 ) -> tuple[tuple[int, int], ...]:
     """The branches (segment length, rate) of a config's pattern; none but for "dilated_sparse"."""
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ValueError("segment_lengths and dilation_rates are given together, got one of them")
-    if segment_lengths is None or dilation_rates is None:
-        segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
-    branches = DilatedSpec(segment_lengths, dilation_rates).branches
+    branches = DilatedSpec(*resolve_branches(segment_lengths, dilation_rates)).branches
     if config.pattern_type != "dilated_sparse":
         return ()
-    shortest = min(length for length, _ in branches)
-    if config.block_size > shortest:
-        raise ValueError(
-            f"a block must fit a segment, got a block_size of {config.block_size} and a segment of {shortest}"
-        )
+    size, shortest = config.block_size, min(length for length, _ in branches)
+    if size > shortest:
+        rule = "a block must fit a segment"
+        raise ValueError(f"{rule}, got a block_size of {size} and a segment of {shortest}")
     return branches
 
 
@@ -279,10 +266,8 @@ def attend_blocks(
         tables, work = NO_TABLES, BlockSparse(spec, pattern)
     else:
         check_fit(pattern, q, spec.is_causal)
-        if pattern.n != q.shape[1]:
-            raise ValueError(
-                f"the pattern is for a length of {pattern.n}, got tensors of length {q.shape[1]}"
-            )
+        if pattern.n != (n := q.shape[1]):
+            raise ValueError(f"the pattern is for a length of {pattern.n}, got tensors of length {n}")
         tables = pattern.starts, pattern.columns, pattern.tiles, pattern.tile_of
         work = BlockSparse(spec, pattern.key if execution.use_pattern_cache else "", pattern.block_size)
     # On CUDA without Triton FlexAttention where it can; else the op.

@@ -88,9 +88,8 @@ def check_head_slice(head_slice: tuple[int, int], h: int, h_kv: int) -> None:
     if not 0 <= first <= total - h:
         raise ValueError(f"head_slice must hold first + {h} heads of q within total, got {tuple(head_slice)}")
     if first % group or total % group:
-        raise ValueError(
-            f"head_slice must not cut the {group} query heads that share a key head, got {tuple(head_slice)}"
-        )
+        rule = f"head_slice must not cut the {group} query heads that share a key head"
+        raise ValueError(f"{rule}, got {tuple(head_slice)}")
 
 
 def check_inputs(
@@ -110,7 +109,8 @@ def check_inputs(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        check_dense(name, x)
+        if x.is_nested or x.layout != torch.strided:
+            check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (b, n, h, d), got shape {tuple(x.shape)}")
         if x.dtype not in dtypes:
@@ -147,10 +147,8 @@ def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.is_meta:
         raise ValueError(f"{name} needs tensors with values, got the meta device")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError(
-            f"{name} has no gradient: call it under torch.no_grad() or torch.inference_mode(), got tensors "
-            "that require one"
-        )
+        rule = f"{name} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
+        raise ValueError(f"{rule}, got tensors that require one")
 
 
 def _check_kind(name: str, x: Tensor, kind: str, *dtypes: torch.dtype) -> None:
@@ -166,9 +164,8 @@ def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
 
     _check_kind("key_mask", key_mask, "a bool", torch.bool)
     if key_mask.shape != q.shape[:2]:
-        raise ValueError(
-            f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}, got {tuple(key_mask.shape)}"
-        )
+        rule = f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}"
+        raise ValueError(f"{rule}, got {tuple(key_mask.shape)}")
     if key_mask.device != q.device:
         raise ValueError(f"key_mask must be on the device of q, {q.device}, got {key_mask.device}")
 
@@ -198,9 +195,8 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device not in (q.device, torch.device("cpu")):
-        raise ValueError(
-            f"cu_seqlens must be on the cpu or on the device of q, {q.device}, got {cu_seqlens.device}"
-        )
+        rule = f"cu_seqlens must be on the cpu or on the device of q, {q.device}"
+        raise ValueError(f"{rule}, got {cu_seqlens.device}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into a batch of 1, got a batch of {q.shape[0]}")
 
@@ -430,8 +426,6 @@ def one_dropout(attention_dropout: float, dropout: float | None) -> float:
         if value is not None and not isinstance(value, (int, float)):
             return value  # for the spec to reject
     if dropout is not None and attention_dropout not in (0.0, dropout):
-        raise ValueError(
-            "dropout and attention_dropout are one option, got the two values "
-            f"{dropout} and {attention_dropout}"
-        )
+        rule = "dropout and attention_dropout are one option"
+        raise ValueError(f"{rule}, got the two values {dropout} and {attention_dropout}")
     return attention_dropout if dropout is None else dropout

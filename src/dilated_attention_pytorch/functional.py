@@ -26,27 +26,13 @@ Rates = Sequence[int] | None
 
 @overload
 def dilated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_lengths: Lengths,
-    dilation_rates: Rates = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *branches: Any, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def dilated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_lengths: Lengths,
-    dilation_rates: Rates = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *branches: Any, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -102,17 +88,8 @@ def dilated_attention(
     Under autocast the inputs are cast like those of `scaled_dot_product_attention`. There is no second
     and no forward-mode derivative, and `torch.func.grad` cannot differentiate it.
     """
-    spec = spec_of(
-        segment_lengths,
-        dilation_rates,
-        is_causal,
-        scale,
-        dropout_p,
-        head_mixing,
-        head_offsets,
-        tail,
-        detach_mixing,
-    )
+    mixing = head_mixing, head_offsets, tail, detach_mixing
+    spec = spec_of(segment_lengths, dilation_rates, is_causal, scale, dropout_p, *mixing)
     check_flags(return_lse=return_lse)
     out, lse = attend(q, k, v, spec, execution, key_mask=key_mask, cu_seqlens=cu_seqlens)
     return (out, lse) if return_lse else out

@@ -107,12 +107,11 @@ class Tensors(NamedTuple):
 NO_TABLES: tuple[Tensor | None, ...] = (None,) * 4
 
 
+Work = tuple[int, int]  # query rows that branches meet, and pairs of a query and a key
+
+
 def attention_inputs(
-    options: RunOptions,
-    tensors: Tensors,
-    workspace: Workspace,
-    streams: bool = False,
-    work: tuple[int, int] = (0, 0),
+    options: RunOptions, tensors: Tensors, workspace: Workspace, streams: bool = False, work: Work = (0, 0)
 ) -> tuple[Kernel, Inputs]:
     """The kernel that runs a call, and what it takes besides a plan; `streams`, `work`: see `Request`."""
     q, k, v, key_mask, _, seed, *_ = tensors
@@ -121,9 +120,7 @@ def attention_inputs(
     return kernel, Inputs(q, k, v, key_mask, options.scale, options.dropout_p, drawn, workspace)
 
 
-def _kernel_of(
-    options: RunOptions, tensors: Tensors, streams: bool = False, work: tuple[int, int] = (0, 0)
-) -> Kernel:
+def _kernel_of(options: RunOptions, tensors: Tensors, streams: bool = False, work: Work = (0, 0)) -> Kernel:
     q, facts = tensors.q, (tensors.key_mask is not None, options.dropout_p > 0, options.scale)
     request = Request(q.device, q.dtype, *facts, q.shape[-1], *work, streams, tensors.tiles is not None)
     return choose_kernel(request, options.kernel)
@@ -147,7 +144,7 @@ class Dilated(NamedTuple):
     def default_bytes(self, device: torch.device) -> int:
         return _gpu_bytes(device) or DEFAULT_WORKSPACE_BYTES
 
-    def amount(self, tensors: Tensors) -> tuple[int, int]:
+    def amount(self, tensors: Tensors) -> Work:
         """About how many query rows and pairs branches meet."""
         b, n, h, *_ = tensors.shape
         heads = h / len(self.spec.branches) if self.spec.head_mixing == "grouped" else h
@@ -165,9 +162,8 @@ class Dilated(NamedTuple):
 
     def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
         """The jobs of a call; `once`: all branches of a query in one of them."""
-        shape = tensors.shape
+        shape, docs = tensors.shape, self._documents(tensors)
         first, total = self.head_slice or (0, shape.h)
-        docs = self._documents(tensors)
         cache = get_global_pattern_cache() if options.use_pattern_cache else None
         shard = Shard(shape.n, 0, total, first)
         if once:
@@ -200,18 +196,17 @@ class BlockSparse(NamedTuple):
         # Known only where the op runs: compilers cannot ask for threads.
         return _gpu_bytes(device) or BYTES_A_THREAD * torch.get_num_threads()
 
-    def amount(self, _tensors: Tensors) -> tuple[int, int]:
+    def amount(self, _tensors: Tensors) -> Work:
         return 0, 0  # only a kernel that takes many short runs at once is of use
 
     def is_joint(self, _tensors: Tensors) -> bool:
         return True
 
     def plan(self, options: RunOptions, tensors: Tensors, direction: Pass, once: bool = False) -> Plan:
-        shape, itemsize, size = tensors.shape, tensors.q.element_size(), options.workspace_bytes
-        pattern = self.pattern(options, tensors)
-        facts: dict[str, Any] = {"itemsize": itemsize, "direction": direction, "workspace_bytes": size}
-        facts["joins"] = not once and size < UNBOUNDED
-        build = partial(plan_blocks, pattern, shape, **facts)
+        shape, size = tensors.shape, options.workspace_bytes
+        facts: dict[str, Any] = {"itemsize": tensors.q.element_size(), "direction": direction}
+        facts |= {"workspace_bytes": size, "joins": not once and size < UNBOUNDED}
+        build = partial(plan_blocks, self.pattern(options, tensors), shape, **facts)
         key = ("blocks", self.recipe, self.spec.is_causal, shape, *facts.values())
         plan: Plan = self._kept(get_global_pattern_cache, options, key, build)
         return plan
@@ -312,7 +307,7 @@ def _run(args: tuple[Any, ...], merged: Merged | None = None) -> Any:
         resized = workspace_bytes != options.workspace_bytes
         sized = options._replace(workspace_bytes=workspace_bytes) if resized else options
         amount = work.amount(tensors) if device.type == "cuda" else (0, 0)
-        kernel, inputs = attention_inputs(sized, tensors, workspace, work=amount)
+        kernel, inputs = attention_inputs(sized, tensors, workspace, False, amount)
         once = _is_once(kernel, work, options, tensors, direction)
         sized = sized if kernel.packs else sized._replace(workspace_bytes=UNBOUNDED)
         plan = work.plan(sized, tensors, direction, once)
@@ -419,9 +414,9 @@ def _flops(direction: Pass, args: tuple[Any, ...]) -> int:
     """
     tensors, work, options = _read_call(args)
     matmuls = 2 if direction == "forward" else 7 if work.spec.detach_mixing else 5
-    once = tensors.q.device.type == "cpu" and _is_once(
-        _kernel_of(options, tensors), work, options, tensors, direction
-    )
+    once = False
+    if tensors.q.device.type == "cpu":
+        once = _is_once(_kernel_of(options, tensors), work, options, tensors, direction)
     return 2 * matmuls * work.plan(options, tensors, direction, once).num_pairs * tensors.q.shape[-1]
 
 

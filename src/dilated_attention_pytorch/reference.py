@@ -47,7 +47,7 @@ def dilated_attention_reference(
     """
     lists, mixing = (segment_lengths, dilation_rates), (head_mixing, head_offsets, tail, detach_mixing)
     spec = DilatedSpec(*lists, is_causal, scale, dropout_p, *mixing)  # type: ignore[arg-type]
-    b, n, h, d = q.shape
+    b, n, h, _ = q.shape
     if h % k.shape[2]:
         raise ValueError(f"key heads must divide query heads, got {k.shape[2]} key and {h} query heads")
     if cu_seqlens is not None and b != 1:
@@ -56,11 +56,7 @@ def dilated_attention_reference(
     if key_mask is not None:
         pairs = torch.where(key_mask[:, None, None, :], pairs[:, None], False)
 
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    query = q.to(dtype).transpose(1, 2)
-    key, value = (x.to(dtype).repeat_interleave(h // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))
-    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(d) if spec.scale is None else spec.scale)
-
+    scores, value = _scores(q, k, v, spec.scale)
     probs, lse = _softmax(scores, pairs.sum(0), phantoms.sum(0))
     if spec.detach_mixing or spec.dropout_p > 0:
         # Branch by branch, mixed by the softmax denominators: the same numbers, but the mixing weights can be
@@ -92,7 +88,7 @@ def block_sparse_attention_reference(
 
     Tensors, results and rows without keys are those of `dilated_attention_reference`.
     """
-    b, n, h, d = q.shape
+    b, n, h, _ = q.shape
     if len(mask) not in (1, h, b * h):
         raise ValueError(f"a mask has 1, {h} or {b} x {h} layouts, got {len(mask)}")
     seen = mask.view(b, h, n, n) if len(mask) == b * h else mask.expand(b, h, n, n)
@@ -101,10 +97,7 @@ def block_sparse_attention_reference(
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
 
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    query = q.to(dtype).transpose(1, 2)
-    key, value = (x.to(dtype).repeat_interleave(h // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))
-    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(d) if scale is None else scale)
+    scores, value = _scores(q, k, v, scale)
     probs, lse = _softmax(scores, seen, torch.zeros_like(scores[..., 0], dtype=torch.int64))
     out = (probs @ value).transpose(1, 2).to(q.dtype)
     return (out, lse) if return_lse else out
@@ -164,6 +157,14 @@ def _offsets(spec: DilatedSpec, branch: int, num_heads: int, device: torch.devic
     if spec.head_offsets == "blocked":
         return head // math.ceil(num_heads / rate)
     return head % rate
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The scores (b, h, n, n) and values (b, h, n, d), in float32 or better."""
+    dtype, (_, _, h, d) = torch.promote_types(q.dtype, torch.float32), q.shape
+    query = q.to(dtype).transpose(1, 2)
+    key, value = (x.to(dtype).repeat_interleave(h // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))
+    return query @ key.transpose(-1, -2) * (1 / math.sqrt(d) if scale is None else scale), value
 
 
 def _softmax(scores: Tensor, counts: Tensor, phantoms: Tensor) -> tuple[Tensor, Tensor]:

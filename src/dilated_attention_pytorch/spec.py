@@ -173,11 +173,9 @@ def branches_for(
         `(segment_lengths, dilation_rates)`, as `dilated_attention` and all modules take them.
     """
     max_length, num_heads, first, ratio = map(plain_int, (max_length, num_heads, first, ratio))
-    for name, size in {"max_length": max_length, "first": first}.items():
+    optional = {name: x for name, x in (("num_heads", num_heads), ("ratio", ratio)) if x is not None}
+    for name, size in {"max_length": max_length, "first": first, **optional}.items():
         check_positive_int(name, size)
-    for name, given in {"num_heads": num_heads, "ratio": ratio}.items():
-        if given is not None:
-            check_positive_int(name, given)
     if ratio == 1:
         raise ValueError("ratio must be at least 2, or the segments never span max_length, got 1")
     step = ratio or (2 if max_length <= 16 * first else 4)
@@ -207,10 +205,10 @@ def _left_out(lengths: list[int], rates: list[int], num_heads: int) -> str:
 def resolve_branches(
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
-    max_length: int | None,
+    max_length: int | None = None,
     num_heads: int | None = None,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Branches of a module: the lists if they are given, else those for `max_length`, else the defaults."""
+    """Branches: the lists if they are given, else those for `max_length`, else the defaults."""
     if (segment_lengths is None) != (dilation_rates is None):
         given = "segment_lengths" if dilation_rates is None else "dilation_rates"
         raise ValueError(f"segment_lengths and dilation_rates are given together, got {given} alone")

@@ -13,10 +13,7 @@ from dilated_attention_pytorch import BlockPattern, DilatedSpec, Execution, bloc
 from dilated_attention_pytorch.functional import attend
 from dilated_attention_pytorch.kernels import How, native
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
-from dilated_attention_pytorch.reference import (
-    block_sparse_attention_reference,
-    dilated_attention_reference,
-)
+from dilated_attention_pytorch.reference import block_sparse_attention_reference, dilated_attention_reference
 from support.tolerances import assert_close
 
 if len(sys.argv) > 1:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import Dropout, How, Op, eager
+from dilated_attention_pytorch.kernels import Attended, Dropout, How, Op, eager
 from dilated_attention_pytorch.kernels.cpu_flash import CPU_FLASH
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.kernels.native import NATIVE_OP
@@ -38,38 +38,43 @@ def dense(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return out, torch.logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
-@EACH
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("rows", "more"), [(1, 3), (1, 4000), (3, 2100), (7, 3), (600, 3)])
-def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked: bool) -> None:
-    keys, dtype = rows if causal else rows + more, torch.float32 if op is NATIVE_OP else torch.float64
+def check_op(op: Op, rows: int, keys: int, how: How) -> None:
+    """Against the definition: out, lse, their gradients and, but for causal rows, a softmax that goes on."""
+    dtype = torch.float32 if op is NATIVE_OP else torch.float64
     q = torch.randn(2, 4, rows, 5, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, keys, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = torch.rand(2, 2, keys) > 0.5 if masked else None
-    if mask is not None:
-        mask[0, 0] = False  # a head without any visible key
-    how = How(causal, 0.4, mask)
     expected, expected_lse = dense(q, k, v, how)
     narrow = [x.detach().to(dtype) for x in (q, k, v)]
     out, lse = op.forward(*narrow, how)
     assert_close(out, expected, dtype, "out")
     assert_close(lse, expected_lse, dtype, "lse")
-    if not causal:
+    if not how.is_causal:
         joint = torch.zeros_like(out), torch.full_like(lse, -math.inf)
         for part in (slice(0, keys // 2), slice(keys // 2, keys)):
-            some = how._replace(mask=None if mask is None else mask[..., part])
-            op.extend(narrow[0], narrow[1][:, :, part], narrow[2][:, :, part], some, *joint)
+            mask, pairs = (None if x is None else x[..., part] for x in (how.mask, how.pairs))
+            some = narrow[1][:, :, part], narrow[2][:, :, part]
+            op.extend(narrow[0], *some, how._replace(mask=mask, pairs=pairs), *joint)
         assert_close(joint[0], expected, dtype, "out, extended")
         assert_close(joint[1], expected_lse, dtype, "lse, extended")
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    loss = (expected * grad_out).sum() + torch.where(
-        expected_lse.isfinite(), expected_lse * grad_lse, 0.0
-    ).sum()
-    grads = torch.autograd.grad(loss, (q, k, v))
+    finite = torch.where(expected_lse.isfinite(), expected_lse * grad_lse, 0.0)
+    grads = torch.autograd.grad((expected * grad_out).sum() + finite.sum(), (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    for got, want in zip(op.backward(grad_out, grad_lse, *narrow, out, lse, how), grads, strict=True):
+    actual = op.backward(Attended(*narrow, out, lse, grad_out, grad_lse, how))
+    for got, want in zip(actual, grads, strict=True):
         assert_close(got, want, dtype, "gradient")
+
+
+@EACH
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "more"), [(1, 3), (1, 4000), (3, 2100), (7, 3), (600, 3)])
+def test_forward_and_backward(op: Op, rows: int, more: int, causal: bool, masked: bool) -> None:
+    keys = rows if causal else rows + more
+    mask = torch.rand(2, 2, keys) > 0.5 if masked else None
+    if mask is not None:
+        mask[0, 0] = False  # a head without any visible key
+    check_op(op, rows, keys, How(causal, 0.4, mask))
 
 
 PAIRED = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eager"])
@@ -78,26 +83,9 @@ PAIRED = pytest.mark.parametrize("op", [CPU_FLASH, EAGER_OP], ids=["stock", "eag
 @PAIRED
 @pytest.mark.parametrize("masked", [False, True])
 def test_masks_of_pairs(op: Op, masked: bool) -> None:
-    q = torch.randn(2, 4, 9, 5, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 13, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     pairs, mask = torch.rand(2, 9, 13) > 0.5, torch.rand(2, 2, 13) > 0.3 if masked else None
     pairs[0, 3] = False  # a query without a visible key
-    how = How(False, 0.4, mask, pairs=pairs)
-    expected, expected_lse = dense(q, k, v, how)
-    out, lse = op.forward(*(x.detach() for x in (q, k, v)), how)
-    assert_close(out, expected, torch.float64, "out")
-    assert_close(lse, expected_lse, torch.float64, "lse")
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    loss = (expected * grad_out).sum()
-    loss = loss + torch.where(expected_lse.isfinite(), expected_lse * grad_lse, 0.0).sum()
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    packed = [x.detach() for x in (q, k, v)]
-    for got, want in zip(
-        op.backward(grad_out, grad_lse, *packed, out, lse, how),
-        torch.autograd.grad(loss, (q, k, v)),
-        strict=True,
-    ):
-        assert_close(got, want, torch.float64, "gradient")
+    check_op(op, 9, 13, How(False, 0.4, mask, pairs=pairs))
 
 
 @PAIRED
@@ -113,7 +101,8 @@ def test_hidden_pairs_may_hold_anything(op: Op, bad: float) -> None:
         k[0, 0, 4], v[0, 0, 4] = value, value
         how = How(False, 0.4, pairs=pairs)
         out, lse = op.forward(q, k, v, how)
-        gradients = op.backward(grad, None, q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf), how)
+        lse_or_inf = lse.masked_fill(lse == -math.inf, math.inf)
+        gradients = op.backward(Attended(q, k, v, out, lse_or_inf, grad, None, how))
         results.append([out, lse, *gradients])
     for got, want in zip(results[1], results[0], strict=True):
         assert_close(got, want, torch.float64)
@@ -172,12 +161,12 @@ def test_eager_in_small_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     k, v = k[:, :2], v[:, :2]
     how = How(True, 0.3, torch.rand(2, 2, 33) > 0.3)
     expected = EAGER_OP.forward(q, k, v, how)
-    grads = EAGER_OP.backward(q, None, q, k, v, *expected, how)
+    grads = EAGER_OP.backward(Attended(q, k, v, *expected, q, None, how))
     monkeypatch.setattr(eager, "MAX_SCORES", 150)
     actual = EAGER_OP.forward(q, k, v, how)
     for got, want in zip(actual, expected, strict=True):
         assert_close(got, want, torch.float64)
-    for got, want in zip(EAGER_OP.backward(q, None, q, k, v, *actual, how), grads, strict=True):
+    for got, want in zip(EAGER_OP.backward(Attended(q, k, v, *actual, q, None, how)), grads, strict=True):
         assert_close(got, want, torch.float64)
 
 
@@ -194,7 +183,7 @@ def test_dropout_repeats_its_mask_in_backward() -> None:
     assert_close(dropped[kept], plain[kept] / 0.75, torch.float64)
     assert 0.2 < 1 - kept.double().mean().item() < 0.3
     eye = torch.eye(50, dtype=torch.float64).expand(1, 1, 50, 50).contiguous()
-    _, _, dv = EAGER_OP.backward(eye, None, q, k, v, dropped, lse, how)
+    _, _, dv = EAGER_OP.backward(Attended(q, k, v, dropped, lse, eye, None, how))
     assert_close(dv, dropped.transpose(-1, -2), torch.float64)
     everything, _ = EAGER_OP.forward(q, k, v, How(False, 0.1, None, Dropout(1.0, 7, numbers, numbers)))
     assert not everything.any()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from support.executions import FUSED
 from support.plans import count_pairs
 from support.tolerances import assert_close
 
-CPU = torch.device("cpu")
+CPU, SHAPE = torch.device("cpu"), Shape(1, 8192, 4, 4, 64)
 needs_compiler = pytest.mark.skipif("native" not in FUSED, reason="the native kernel is not compiled or off")
 BRANCHES: dict[str, Any] = {"segment_lengths": (64, 256, 600), "dilation_rates": (1, 2, 6)}
 
@@ -42,27 +43,22 @@ def run(n: int = 600, heads: tuple[int, int] = (6, 3), dtype: torch.dtype = torc
 @settings(max_examples=150)
 @given(configurations(max_n=120))
 def test_each_key_is_there_once_with_its_multiplicity(config: Configuration) -> None:
-    options: dict[str, Any] = {"is_causal": config.is_causal, "head_mixing": config.head_mixing}
-    options["head_offsets"] = config.head_offsets
-    branches = (config.segment_lengths, config.dilation_rates)
-    shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
-    plan = plan_once(DilatedSpec(*branches, **options), shape, config.docs)
-    bounds = None if config.docs is None else torch.tensor(config.docs)
-    expected = multiplicity(config.n, config.h, *branches, cu_seqlens=bounds, **options)
+    given_ = {x: config.options()[x] for x in ("is_causal", "head_mixing", "head_offsets", "cu_seqlens")}
+    plan = plan_once(replace(config.spec, tail="exact"), config.shape, config.docs)
+    expected = multiplicity(config.n, config.h, config.segment_lengths, config.dilation_rates, **given_)
     assert torch.equal(count_pairs(plan, cuts=True), expected.expand(config.b, -1, -1, -1))
     assert plan.num_defined_pairs == config.b * int(expected.sum())
     assert plan.num_pairs == int(count_pairs(plan, cuts=True, scored=True).sum())
     assert plan.is_one_stage
     rows = plan.column("heads") * plan.column("count")
     served = int((expected.sum(-1) > 0).sum()) * config.b
-    assert int(rows.sum()) == served or config.tail == "phantom"  # no query is in two jobs
+    assert int(rows.sum()) == served  # no query is in two jobs
 
 
 @settings(max_examples=100)
 @given(configurations(max_n=120))
 def test_tasks_of_the_backward_pass_have_their_keys_to_themselves(config: Configuration) -> None:
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, config.is_causal)
-    plan = plan_once(spec, Shape(config.b, config.n, config.h, config.h_kv, config.d), config.docs)
+    plan = plan_once(config.spec, config.shape, config.docs)
     order, table, parts, num_owned, longest = tasks_of(plan, config.n)
     assert sorted(order.tolist()) == list(range(len(plan)))
     assert len(table) >= MANY_TASKS or parts > 1 or not len(plan)
@@ -81,41 +77,21 @@ def test_tasks_of_the_backward_pass_have_their_keys_to_themselves(config: Config
     assert all(each == list(range(config.n)) for each in keys.values())
 
 
-def test_one_long_head_is_many_tasks() -> None:
-    plan = plan_once(DilatedSpec((2048, 4096, 8192), (1, 2, 4)), Shape(1, 2**20, 1, 1, 64))
-    tasks = tasks_of(plan, 2**20)
+def test_where_rates_double_a_fifth_of_the_pairs_is_saved_and_plans_stay_small() -> None:
+    spec = DilatedSpec((2048, 4096, 8192), (1, 2, 4))
+    plan, by_branch = plan_once(spec, SHAPE), plan_dilated(spec, SHAPE, itemsize=4)
+    assert 0.75 < plan.num_pairs / plan.num_defined_pairs < 0.85
+    assert f"{plan.num_pairs} pairs scored, {plan.num_defined_pairs} of the definition" in str(plan)
+    assert by_branch.num_pairs == by_branch.num_defined_pairs == plan.num_defined_pairs
+    assert plan_once(spec, Shape(1, 2**20, 12, 12, 64)).nbytes < 16 * 2**20
+    tasks = tasks_of(plan_once(spec, Shape(1, 2**20, 1, 1, 64)), 2**20)  # one long head is many tasks
     assert (len(tasks.table), tasks.parts, tasks.longest) == (128, 1, 8192)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("docs", [None, (0, 100, 301)])
-def test_nested_branches_score_a_key_once(docs: tuple[int, ...] | None, causal: bool) -> None:
-    spec = DilatedSpec((32, 64, 192), (1, 2, 4), causal)
-    bounds = None if docs is None else torch.tensor(docs)
-    counts = multiplicity(301, 4, *zip(*spec.branches, strict=True), is_causal=causal, cu_seqlens=bounds)
-    shape = Shape(2, 301, 4, 2, 64)
-    plan, by_branch = plan_once(spec, shape, docs), plan_dilated(spec, shape, itemsize=4, docs=docs)
-    pairs = 2 * int((counts > 0).sum()), 2 * int(counts.sum())
-    assert (plan.num_pairs, plan.num_defined_pairs) == pairs
-    assert (by_branch.num_pairs, by_branch.num_defined_pairs) == (pairs[1], pairs[1])
-    assert f"{pairs[0]} pairs scored, {pairs[1]} of the definition" in str(plan)
-
-
-def test_a_fifth_of_the_pairs_is_saved_where_rates_double() -> None:
-    plan = plan_once(DilatedSpec((2048, 4096, 8192), (1, 2, 4)), Shape(1, 8192, 4, 4, 64))
-    assert 0.75 < plan.num_pairs / plan.num_defined_pairs < 0.85
-
-
-def test_plans_stay_small() -> None:
-    spec = DilatedSpec((2048, 4096, 8192), (1, 2, 4))
-    assert plan_once(spec, Shape(1, 2**20, 12, 12, 64)).nbytes < 16 * 2**20
-
-
 def test_where_classes_are_too_small_branches_follow_one_another() -> None:
-    shape = Shape(1, 4096, 4, 4, 64)
-    assert once.once_pays(DilatedSpec((512, 4096), (1, 8)), shape)
-    assert not once.once_pays(DilatedSpec((512, 4096), (7, 12)), shape)
-    assert not once.once_pays(DilatedSpec((16, 4096), (1, 8)), shape)
+    assert once.once_pays(DilatedSpec((512, 4096), (1, 8)), SHAPE)
+    assert not once.once_pays(DilatedSpec((512, 4096), (7, 12)), SHAPE)
+    assert not once.once_pays(DilatedSpec((16, 4096), (1, 8)), SHAPE)
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from dilated_attention_pytorch.core.workspace import Workspace
 from dilated_attention_pytorch.kernels.merge import merge_
-from dilated_attention_pytorch.kernels.rows import FlatRows, Rows, fold, split_box
+from dilated_attention_pytorch.kernels.rows import FlatRows, Numbered, Rows, fold, split_box
 
 
 def expand(values: list[int], axes: tuple[tuple[int, tuple[int, ...]], ...]) -> list[list[int]]:
@@ -64,7 +64,7 @@ def test_views_and_numbers_are_the_same_rows(layout: str, dtype: torch.dtype) ->
         assert rows.shape == (4, 2, 3)
         assert rows.places.tolist() == [[0, 1, 0], [0, 14, 1], [1, 1, 0], [1, 14, 1]]
         for wanted in (dtype, torch.float32):
-            packed = rows.read("slot", x, Workspace(), wanted)
+            packed = rows.read("slot", x, Workspace(), wanted, Numbered())
             assert packed.is_contiguous()
             assert torch.equal(packed, expected.to(wanted))
     assert FlatRows.of(x).rows.data_ptr() == x.data_ptr() or layout == "odd"
@@ -75,16 +75,16 @@ def test_rows_are_written_added_to_and_merged_from_an_origin_on(rows: Rows) -> N
     block, origin = torch.randn(2, 22, 4, 6), (0, 1, 0)
     part = torch.randn(*rows.shape, 6)
     numbers = torch.arange(prod(block.shape[:3])).view(2, 22, 4, 1)
-    where = rows.read("slot", numbers, Workspace(), torch.int64, origin).flatten()
-    for name in ("write", "add"):
+    where = rows.read("slot", numbers, Workspace(), torch.int64, Numbered(), origin).flatten()
+    for adds in (False, True):
         target = block.clone()
-        getattr(rows, name)(target, part, origin)
+        rows.write(target, part, origin, Numbered(), adds=adds)
         expected = block.clone().view(-1, 6)
-        expected[where] = part.view(-1, 6) + (expected[where] if name == "add" else 0)
+        expected[where] = part.view(-1, 6) + (expected[where] if adds else 0)
         assert torch.equal(target.view(-1, 6), expected)
     lse, part_lse, target = torch.randn(2, 22, 4), torch.randn(*rows.shape), block.clone()
     out_rows, lse_rows = target.view(-1, 6)[where].clone(), lse.view(-1)[where].clone()
     merge_(out_rows, lse_rows, part.view(-1, 6), part_lse.view(-1))
-    rows.merge(target, lse, part, part_lse, origin)
+    rows.merge(target, lse, part, part_lse, origin, Numbered())
     torch.testing.assert_close(target.view(-1, 6)[where], out_rows)
     torch.testing.assert_close(lse.view(-1)[where], lse_rows)

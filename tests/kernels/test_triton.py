@@ -108,11 +108,8 @@ def test_the_launches_of_a_call_compile_as_they_are_made() -> None:
 @settings(max_examples=60)
 @given(configurations(max_n=60))
 def test_tiles_meet_every_pair_of_a_plan_once(config: Configuration) -> None:
-    options: dict[str, Any] = {"is_causal": config.is_causal, "head_mixing": config.head_mixing}
-    spec = DilatedSpec(config.segment_lengths, config.dilation_rates, **options)
-    shape = Shape(config.b, config.n, config.h, config.h_kv, config.d)
-    plan = plan_dilated(spec, shape, itemsize=4, docs=config.docs, workspace_bytes=UNBOUNDED)
-    check_tables(plan)
+    how: dict[str, Any] = {"itemsize": 4, "docs": config.docs, "workspace_bytes": UNBOUNDED}
+    check_tables(plan_dilated(config.spec, config.shape, **how))
 
 
 @pytest.mark.parametrize("layouts", [1, 4, 8])

@@ -45,61 +45,44 @@ def choose(which: tuning.Pass, dtype: torch.dtype, d: int) -> tuned.Choice:
 def test_results_hold_for_heads_of_the_same_parts_and_for_nothing_else() -> None:
     assert choose("attend", torch.bfloat16, 80) == (BEST, True)
     assert choose("attend", torch.bfloat16, 72) == (BEST, True)
-    for which, dtype, d in (
-        ("attend", torch.bfloat16, 64),
-        ("attend", torch.float16, 80),
-        ("query_gradients", torch.bfloat16, 80),
-    ):
-        shipped = tuning.blocks_for("sm_80", which, 2, d)  # type: ignore[arg-type]
-        assert choose(which, dtype, d) == (shipped, False)  # type: ignore[arg-type]
+    others: Any = ("attend", torch.bfloat16, 64), ("attend", torch.float16, 80)
+    for which, dtype, d in (*others, ("query_gradients", torch.bfloat16, 80)):
+        assert choose(which, dtype, d) == (tuning.blocks_for("sm_80", which, 2, d), False)
 
 
 @pytest.mark.usefixtures("file")
 def test_launches_use_what_is_stored() -> None:
-    plan = plan_dilated(
-        DilatedSpec((512,), (1,)), Shape(1, 512, 1, 1, 80), itemsize=2, workspace_bytes=UNBOUNDED
-    )
+    spec, shape = DilatedSpec((512,), (1,)), Shape(1, 512, 1, 1, 80)
+    plan = plan_dilated(spec, shape, itemsize=2, workspace_bytes=UNBOUNDED)
     q, k, v = (torch.empty(1, 512, 1, 80, dtype=torch.bfloat16) for _ in range(3))
     call = triton.Call(plan, Inputs(q, k, v, None, 1.0, 0.0, 0, Workspace()))
     assert call._blocks("attend") == BEST
     assert call._blocks("query_gradients") == tuning.blocks_for("interpreter", "query_gradients", 2, 80)
 
 
-def bad(name: str, value: Any) -> Any:
-    """A document in which one field of the result is another."""
-
-    def change(document: dict[str, Any]) -> dict[str, Any]:
-        (result,) = document["devices"][NAME]["results"]
-        result[name] = value
-        return document
-
-    return change
+def result(**fields: Any) -> Any:
+    """A document in which fields of the result are others."""
+    return lambda document: document["devices"][NAME]["results"][0].update(fields) or document
 
 
-def made(name: str, value: Any) -> Any:
-    def change(document: dict[str, Any]) -> dict[str, Any]:
-        document["devices"][NAME]["made_with"][name] = value
-        return document
+def made(**versions: str) -> Any:
+    return lambda document: document["devices"][NAME]["made_with"].update(versions) or document
 
-    return change
+
+WRONG, INCOMPLETE = "a result must hold a pass, a dtype, a head size and blocks, got", "are incomplete"
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (made("triton", "2.1.0"), r"the results for some GPU are of .*2\.1\.0.*, and this is"),
-        (made("kernels", "0"), "the results for some GPU are of"),
-        (bad("blocks", [48, 64, 4, 2]), "a result must hold a pass, a dtype, a head size and blocks, got"),
-        (bad("blocks", [512, 64, 4, 2]), "a result must hold"),
-        (bad("blocks", [64, 64, 3, 2]), "a result must hold"),
-        (bad("blocks", [64, 64, 4, 0]), "a result must hold"),
-        (bad("blocks", [64, 64, True, 2]), "a result must hold"),
-        (bad("blocks", [64, 64, 4]), "the results for some GPU are incomplete"),
-        (bad("blocks", None), "the results for some GPU are incomplete"),
-        (bad("which", ["attend"]), "a result must hold"),
-        (bad("dtype", {}), "a result must hold"),
-        (bad("d", "64"), "a result must hold"),
-        (bad("more", 1), "the results for some GPU are incomplete"),
+        (made(triton="2.1.0"), r"the results for some GPU are of .*2\.1\.0.*, and this is"),
+        (made(kernels="0"), "the results for some GPU are of"),
+        *(
+            (result(blocks=blocks), WRONG)
+            for blocks in ([48, 64, 4, 2], [512, 64, 4, 2], [64, 64, 3, 2], [64, 64, 4, 0], [64, 64, True, 2])
+        ),
+        *((result(**fields), WRONG) for fields in ({"which": ["attend"]}, {"dtype": {}}, {"d": "64"})),
+        *((result(**fields), INCOMPLETE) for fields in ({"blocks": [64, 64, 4]}, {"blocks": 0}, {"more": 1})),
         (lambda _: {"format": 0, "devices": {}}, "it must hold devices in format 1, got format 0"),
         (lambda _: {"format": 1, "devices": []}, "it must hold devices"),
         (lambda _: {"format": 1, "devices": {NAME: 3}}, "the results for some GPU are incomplete"),

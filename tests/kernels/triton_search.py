@@ -28,7 +28,7 @@ from dilated_attention_pytorch import (
     dilated_attention,
 )
 from dilated_attention_pytorch.functional import attend
-from dilated_attention_pytorch.kernels import How, packed
+from dilated_attention_pytorch.kernels import Attended, How, triton
 from dilated_attention_pytorch.kernels.eager import EAGER_OP
 from dilated_attention_pytorch.reference import (
     block_sparse_attention_reference,
@@ -41,7 +41,13 @@ from support.ranks import run_ranks
 TRITON = Execution("triton")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DILATED, BLOCKS = 50, 12
-Branches = tuple[tuple[int, ...], tuple[int, ...]]
+BRANCHES = (
+    ((33, 80), (1, 3)),
+    ((64,), (2,)),
+    ((40, 64, 70), (1, 2, 5)),
+    ((32, 64), (1, 1)),
+    ((50, 25), (4, 3)),
+)
 
 
 def pick(number: int, values: tuple[Any, ...], place: int) -> Any:
@@ -56,14 +62,23 @@ def surrounded(*shape: int, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     return x.copy_(torch.randn(shape, generator=rng, dtype=torch.float64))
 
 
+Tensors, Weights = tuple[Tensor, ...], tuple[Tensor, Tensor]
+
+
+def inputs(
+    b: int, n: int, heads: tuple[int, int], d: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[Tensors, Weights]:
+    """q, k and v, and the weights of out and lse in the loss."""
+    *tensors, weight = (
+        surrounded(b, n, h, d, rng=rng, dtype=dtype) for h in (heads[0], heads[1], heads[1], heads[0])
+    )
+    return tuple(tensors), (weight, torch.randn(b, heads[0], n, generator=rng, dtype=torch.float64))
+
+
 def results(
-    attention: Callable[..., Any],
-    tensors: tuple[Tensor, ...],
-    weights: tuple[Tensor, Tensor],
-    *args: Any,
-    **given: Any,
+    attention: Callable[..., Any], tensors: Tensors, weights: Weights, *args: Any, **given: Any
 ) -> list[Tensor]:
-    """out, lse and the gradients of q, k and v; both results have weights in the loss."""
+    """out, lse and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out, lse = attention(*leaves, *args, **given)
     grads = [weights[0].to(out.dtype), torch.where(lse.isfinite(), weights[1], 0.0).to(lse.dtype)]
@@ -92,11 +107,7 @@ worst = {"float32": 0.0, "half over floor": 0.0}
 
 
 def rounding_floor(
-    tensors: tuple[Tensor, ...],
-    weights: tuple[Tensor, Tensor],
-    want: list[Tensor],
-    counts: Tensor,
-    scale: float,
+    tensors: Tensors, weights: Weights, want: list[Tensor], counts: Tensor, scale: float
 ) -> list[float]:
     """The relative errors of a kernel that rounds only the factors of its products and its results."""
     dtype, h = tensors[0].dtype, tensors[0].shape[2]
@@ -130,17 +141,7 @@ def dilated(number: int) -> None:
     heads, h_kv = pick(number, ((2, 2), (4, 2), (3, 1), (5, 5)), 3)
     d = pick(number, (24, 40, 16, 72, 7, 64, 96, 33), 2)
     n = pick(number, (70, 45, 1, 33, 64), 5)
-    branches: Branches = pick(
-        number,
-        (
-            ((33, 80), (1, 3)),
-            ((64,), (2,)),
-            ((40, 64, 70), (1, 2, 5)),
-            ((32, 64), (1, 1)),
-            ((50, 25), (4, 3)),
-        ),
-        7,
-    )
+    branches = pick(number, BRANCHES, 7)
     packed = number % 5 == 4
     options: dict[str, Any] = {
         "is_causal": pick(number, (False, True), 2),
@@ -156,11 +157,7 @@ def dilated(number: int) -> None:
         call["key_mask"] = torch.rand(b, n, generator=rng) > 0.4
     if packed:
         call["cu_seqlens"] = torch.tensor([0, n // 3, n // 3, n])
-    tensors = tuple(surrounded(b, n, h, d, rng=rng, dtype=dtype) for h in (heads, h_kv, h_kv))
-    weights = (
-        surrounded(b, n, heads, d, rng=rng, dtype=dtype),
-        torch.randn(b, heads, n, generator=rng, dtype=torch.float64),
-    )
+    tensors, weights = inputs(b, n, (heads, h_kv), d, dtype, rng)
     spec = DilatedSpec(*branches, **options)
     got = results(attend, tensors, weights, spec, TRITON, **call)
     wide = tuple(x.double() for x in tensors)
@@ -185,17 +182,12 @@ def blocks(number: int) -> None:
     pattern = BlockPattern.from_layout(layout, n, size)
     causal = bool(number % 2)
     call = {"key_mask": torch.rand(2, n, generator=rng) > 0.3} if number % 3 == 1 else {}
-    tensors = tuple(surrounded(2, n, h, 24, rng=rng, dtype=torch.float32) for h in (heads, h_kv, h_kv))
-    weights = (
-        surrounded(2, n, heads, 24, rng=rng, dtype=torch.float32),
-        torch.randn(2, heads, n, generator=rng, dtype=torch.float64),
-    )
+    tensors, weights = inputs(2, n, (heads, h_kv), 24, torch.float32, rng)
     how: dict[str, Any] = {"is_causal": causal, "return_lse": True, **call}
     got = results(block_sparse_attention, tensors, weights, pattern, execution=TRITON, **how)
     wide = tuple(x.double() for x in tensors)
-    compare(
-        number, got, results(block_sparse_attention_reference, wide, weights, pattern.to_dense(), **how), None
-    )
+    want = results(block_sparse_attention_reference, wide, weights, pattern.to_dense(), **how)
+    compare(number, got, want, None)
 
 
 def dropout(_: int) -> None:
@@ -271,14 +263,14 @@ def packed_rows(number: int) -> None:
     if mask is not None:
         mask[0, 0], k[0, 0, 1] = False, math.nan  # rows that see nothing, and a hidden NaN
     found = []
-    for op, dtype in ((packed.TRITON_OP, torch.float32), (EAGER_OP, torch.float64)):
+    for op, dtype in ((triton.TRITON_OP, torch.float32), (EAGER_OP, torch.float64)):
         how, tensors = How(causal, -0.3, mask), [x.to(dtype) for x in (q, k, v)]
         if mask is not None and dtype == torch.float64:
             tensors[1].masked_fill_(~mask.unsqueeze(-1), 0.0)
         out, lse = op.forward(*tensors, how)
         weights = torch.randn(lse.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
         lse_or_inf = lse.masked_fill(lse == -math.inf, math.inf)
-        grads = op.backward(g.to(dtype), weights, *tensors, out, lse_or_inf, how)
+        grads = op.backward(Attended(*tensors, out, lse_or_inf, g.to(dtype), weights, how))
         found.append([out, lse, *grads])
     compare(number, *found, None)
 

@@ -16,6 +16,11 @@ NO_NUMBER = {"a string": "1", "a list": [1], "a tensor": torch.ones(2), "complex
 NO_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+def nothing(_: Any) -> Bad:
+    """Of an argument that is tried elsewhere."""
+    return {}
+
+
 def size(_: Any) -> Bad:
     """Of a positive integer."""
     return {"zero": 0, "negative": -1, "a fraction": 1.5, **NO_NUMBER, **NO_FINITE, **HUGE}

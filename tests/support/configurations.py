@@ -9,6 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dilated_attention_pytorch import DilatedSpec
+from dilated_attention_pytorch.plan import Shape
+
 LAYOUTS = ("bnhd", "bhnd", "fused", "time_slice", "strided_features", "expanded_batch")
 
 
@@ -43,6 +46,16 @@ class Configuration:
     @property
     def dilation_rates(self) -> tuple[int, ...]:
         return tuple(r for _, r in self.branches)
+
+    @property
+    def spec(self) -> DilatedSpec:
+        """Without scale and dropout."""
+        mixing: Any = (self.head_mixing, self.head_offsets, self.tail, self.detach_mixing)
+        return DilatedSpec(self.segment_lengths, self.dilation_rates, self.is_causal, None, 0.0, *mixing)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.b, self.n, self.h, self.h_kv, self.d)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the configuration's layout, rounded to `dtype`."""

@@ -47,10 +47,7 @@ def check_call(
         grad_lse.zero_()
 
     def run(
-        attend: Attention,
-        tensors: tuple[Tensor, ...],
-        weight_lse: Callable[[Tensor], Tensor],
-        **options: Any,
+        attend: Attention, tensors: tuple[Tensor, ...], weight_lse: Callable[[Tensor], Tensor], **options: Any
     ) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors]
         out, lse = attend(*leaves, return_lse=True, **config.options(), **options)

@@ -11,9 +11,8 @@ import torch
 from ..checks import one_of
 from ..spec import KernelName
 from . import cpu_flash, cuda, native, stock, triton
-from .contract import Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
+from .contract import Attended, Chunk, Dropout, How, Inputs, Kernel, Merged, Op, RemoteKV, Request
 from .eager import EAGER_OP
-from .triton import packed
 
 
 def _never(_request: Request) -> None:
@@ -30,7 +29,7 @@ CUDA = _over("stock", cuda.CUDA, cuda.why_not)
 NATIVE = Kernel(
     "native", native.why_not, native.forward, native.backward, native.NATIVE_OP, each_key_once=True
 )
-TRITON = Kernel("triton", triton.why_not, packed.forward, packed.backward, packed.TRITON_OP, packs=False)
+TRITON = Kernel("triton", triton.why_not, triton.forward, triton.backward, triton.TRITON_OP, packs=False)
 EAGER = _over("eager", EAGER_OP, _never)
 
 
@@ -59,6 +58,7 @@ def choose_kernel(request: Request, name: str = "auto") -> Kernel:
 
 
 __all__ = [
+    "Attended",
     "Chunk",
     "Dropout",
     "How",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan.runs import COLUMN, Plan, Region, bytes_a_row, even_size
-from .rows import Axis, Blocks, Rows, Step, fold, split_box
+from .rows import Axis, Blocks, Box, Rows, Step, fold, kept, split_box
 
 MAX_JOBS = 65535  # CUDA launches fail beyond this many batches
 SHORT = 512  # rows of a job up to which jobs of nearly one length are padded to a common one
@@ -42,19 +42,16 @@ class Batch(NamedTuple):
     opens_keys: bool
 
 
+@kept
 def batches_of(plan: Plan, itemsize: int, strided: bool = False) -> list[tuple[Region, list[Batch]]]:
     """The jobs of each region, in batches whose packed rows fit the plan's budget; kept with the plan.
 
     `strided`: cut and arranged so that rows need no packing, where few more batches do that.
     """
-    each_row = bytes_a_row(plan.shape.d, itemsize)
-    known: list[tuple[Region, list[Batch]]] | None = plan.by_kernel.get((each_row, strided))
-    if known is None:
-        found: list[list[Batch]] = [[] for _ in plan.regions]
-        for region, batch in _batches(plan, plan.budget // each_row):
-            found[region] += _by_heads(batch) if strided else [batch]
-        known = plan.by_kernel[each_row, strided] = list(zip(plan.regions, found, strict=True))
-    return known
+    found: list[list[Batch]] = [[] for _ in plan.regions]
+    for region, batch in _batches(plan, plan.budget // bytes_a_row(plan.shape.d, itemsize)):
+        found[region] += _by_heads(batch) if strided else [batch]
+    return list(zip(plan.regions, found, strict=True))
 
 
 def _by_heads(batch: Batch) -> list[Batch]:
@@ -159,11 +156,14 @@ def _run_rows(
         return
     for whole in boxes:
         for box in split_box(whole, fit):
-            batch, start, head, kv, key = box.values
-            axes = tuple((size, (step[0], step[1], step[2])) for size, step in box.axes)
-            key_axes = tuple((size, (step[0], step[4], step[3])) for size, step in box.axes)
-            keys = Rows((batch, key, kv), key_axes, key_inner)
-            yield Rows((batch, start, head), axes, inner), (Keys(keys, is_causal),)
+            yield _even(box, (0, 1, 2), inner), (Keys(_even(box, (0, 4, 3), key_inner), is_causal),)
+
+
+def _even(box: Box, columns: tuple[int, int, int], inner: Axes) -> Rows:
+    """Of the jobs of a box; its columns of batch, time and head."""
+    a, b, c = columns
+    axes = tuple((size, (step[a], step[b], step[c])) for size, step in box.axes)
+    return Rows((box.values[a], box.values[b], box.values[c]), axes, inner)
 
 
 def _block_rows(
@@ -182,10 +182,8 @@ def _block_rows(
         jobs = plan.jobs[part]
         firsts = jobs[:, [COLUMN[name] for name in ("batch", "start", "head")]]
         box = next(fold(firsts))
-        queries = Rows((0, 0, 0), (), inner, firsts)
-        if box.size == len(part):
-            axes = tuple((each, (step[0], step[1], step[2])) for each, step in box.axes)
-            queries = Rows((box.values[0], box.values[1], box.values[2]), axes, inner)
+        is_even = box.size == len(part)
+        queries = _even(box, (0, 1, 2), inner) if is_even else Rows((0, 0, 0), (), inner, firsts)
         places = jobs[:, [COLUMN[name] for name in ("batch", "start", "kv")]]
         places[:, 1] = 0  # blocks count time from 0
         pieces = [(num + num_tiled, 1, last_skip, own, True, False)] if is_causal else []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core.workspace import Workspace
 from ..plan.runs import Plan, Region, Shape
 from .merge import merge_
 from .rows import Rows
+
+Outputs = tuple[Tensor, Tensor]  # out and lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Request(NamedTuple):
@@ -27,6 +31,16 @@ class Request(NamedTuple):
     pairs: int = 0
     streams: bool = False  # some keys are not among the inputs: those of other ranks, or of a cache
     tiled: bool = False  # tiles hide single pairs of queries and keys
+
+    def mismatch(
+        self, dtypes: Collection[torch.dtype], device: str = "cpu", where: str = "it runs on cpu"
+    ) -> str | None:
+        """Why a kernel for tensors of such dtypes on such a device cannot run."""
+        if self.device.type != device:
+            return f"{where}, and the tensors are on {self.device}"
+        if self.dtype not in dtypes:
+            return f"it takes {', '.join(map(str, dtypes))}, and the tensors are {self.dtype}"
+        return None
 
 
 class Dropout(NamedTuple):
@@ -55,10 +69,21 @@ class How(NamedTuple):
     pairs: Tensor | None = None
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, How], tuple[Tensor, Tensor, Tensor]
-]
+class Attended(NamedTuple):
+    """Packed rows, what the *merged* softmax made of them (lse +inf for empty rows), and its gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    how: How
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, How], Outputs]
+Backward = Callable[[Attended], Gradients]
 Join = Callable[[Tensor, Tensor, Tensor, How, Tensor, Tensor], None]
 
 
@@ -69,8 +94,7 @@ class Op(NamedTuple):
     causal; returns out like q and lse (B, H, N), natural log, in float32 (float64 for float64). A row
     without a visible key gives out 0 and lse -inf.
 
-    `backward(grad_out, grad_lse, q, k, v, out, lse, how)`: out and lse are those of the *merged* softmax,
-    with +inf in place of -inf for empty rows; the result is the share (dq, dk, dv) of the joint gradient.
+    `backward(attended)`: the share (dq, dk, dv) of these rows and keys in the joint gradient.
 
     `join(q, k, v, how, out, lse)`: what `extend` does, where an op can do it at once.
     """
@@ -87,6 +111,29 @@ class Op(NamedTuple):
             merge_(out, lse, *self.forward(q, k, v, how))
         else:
             self.join(q, k, v, how, out, lse)
+
+
+def with_lse_gradient(op_backward: Backward) -> Backward:
+    """A backward, from that of an op which ignores `grad_lse`.
+
+    Such an op computes dS = P * (grad_out v^T - rowsum(grad_out * out)). With v = 0, out = (-1, 0, ...) and
+    grad_out = (grad_lse, 0, ...) that is P * grad_lse: exactly the missing part, for one more call.
+    """
+
+    def backward(x: Attended) -> Gradients:
+        dq, dk, dv = op_backward(x)
+        if x.grad_lse is None:
+            return dq, dk, dv
+        # Half precision cannot hold a large gradient of the float32 lse; its share of the largest it can.
+        largest = x.grad_lse.abs().amax().clamp_min(torch.finfo(x.grad_lse.dtype).tiny)
+        grad, minus_one = (
+            F.pad(first.unsqueeze(-1).to(x.q.dtype), (0, x.q.shape[-1] - 1))
+            for first in (x.grad_lse / largest, torch.full_like(x.grad_lse, -1.0))
+        )
+        part = op_backward(x._replace(grad_out=grad, v=torch.zeros_like(x.v), out=minus_one))
+        return dq + part[0] * largest, dk + part[1] * largest, dv
+
+    return backward
 
 
 class Inputs(NamedTuple):
@@ -108,6 +155,17 @@ class Inputs(NamedTuple):
     @property
     def accumulate_dtype(self) -> torch.dtype:
         return torch.promote_types(self.q.dtype, torch.float32)
+
+    def new_outputs(self) -> Outputs:
+        """Memory of out (b, n, h, d) like q and of lse (b, h, n) in float32 (float64 for float64)."""
+        b, n, h, _ = self.q.shape
+        out = self.workspace.result(self.q.shape, self.q.dtype, self.q.device)
+        return out, self.workspace.result((b, h, n), self.accumulate_dtype, self.q.device)
+
+    def new_gradients(self) -> Gradients:
+        """Memory of dq, dk and dv."""
+        dq, dk, dv = (self.workspace.result(x.shape, x.dtype, x.device) for x in (self.q, self.k, self.v))
+        return dq, dk, dv
 
 
 class Merged(NamedTuple):
@@ -144,8 +202,8 @@ class Kernel(NamedTuple):
 
     name: str
     why_not: Callable[[Request], str | None]
-    forward: Callable[..., tuple[Tensor, Tensor]]  # (plan, inputs, remote=None)
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (plan, inputs, merged, remote=None)
+    forward: Callable[..., Outputs]  # (plan, inputs, remote=None)
+    backward: Callable[..., Gradients]  # (plan, inputs, merged, remote=None)
     op: Op  # what it attends packed rows with
     each_key_once: bool = False  # whether it takes all branches of a query in one job
     packs: bool = True  # whether it gathers rows, so that the workspace bounds its jobs

@@ -15,24 +15,18 @@ import math
 import torch
 from torch import Tensor
 
-from .contract import How, Op, Request
+from .contract import Attended, Gradients, How, Op, Outputs, Request, with_lse_gradient
 from .eager import EAGER_OP
-from .lse_gradient import with_lse_gradient
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def why_not(request: Request) -> str | None:
-    if request.device.type != "cpu":
-        return f"it runs on cpu and cuda, and the tensors are on {request.device}"
-    if request.dtype not in _DTYPES:
-        return f"it takes {', '.join(map(str, _DTYPES))}, and the tensors are {request.dtype}"
-    if request.dropout:
-        return "it has no dropout"
-    return None
+    reason = request.mismatch(_DTYPES, where="it runs on cpu and cuda")
+    return reason or ("it has no dropout" if request.dropout else None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
     if how.is_causal and how.scale <= 0:  # the op multiplies its causal mask, -inf, by the scale
         return EAGER_OP.forward(q, k, v, how)
     # Where every row sees every value, a non-finite one spreads as it should.
@@ -62,32 +56,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _op_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
-) -> tuple[Tensor, Tensor, Tensor]:
+def _op_backward(x: Attended) -> Gradients:
+    q, k, v, out, lse, grad_out, _, how = x
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *(grad_out, q, k, v, out, lse, 0.0, how.is_causal),
-        attn_mask=_bias(q, how),
-        scale=how.scale,
+        grad_out, q, k, v, out, lse, 0.0, how.is_causal, attn_mask=_bias(q, how), scale=how.scale
     )
     return dq, dk, dv
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    how: How,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(x: Attended) -> Gradients:
+    how = x.how
     # The op would carry the NaN of a row to keys that the row does not see, and to the row that sees none.
-    is_odd = bool(lse.isnan().any()) or (how.mask is not None and not _all_finite(q))
+    is_odd = bool(x.lse.isnan().any()) or (how.mask is not None and not _all_finite(x.q))
     if how.pairs is not None:  # it would do the same with what overflows where a pair is hidden
-        is_odd = is_odd or not (_stays_finite(q, k, how.scale) and _stays_finite(grad_out, v, 1.0))
-    return (EAGER_OP.backward if is_odd else _FUSED_BACKWARD)(grad_out, grad_lse, q, k, v, out, lse, how)
+        is_odd = is_odd or not (_stays_finite(x.q, x.k, how.scale) and _stays_finite(x.grad_out, x.v, 1.0))
+    return (EAGER_OP.backward if is_odd else _FUSED_BACKWARD)(x)
 
 
 def _all_finite(x: Tensor) -> bool:

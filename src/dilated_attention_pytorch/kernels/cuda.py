@@ -13,8 +13,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from .contract import How, Op, Request
-from .lse_gradient import with_lse_gradient
+from .contract import Attended, Gradients, How, Op, Outputs, Request, with_lse_gradient
 
 _FLASH_CAPABILITY = (8, 0)  # the flash op, and bfloat16 in either op, need Ampere
 _FLASH_MAX_HEAD_DIM = 256
@@ -29,9 +28,8 @@ def why_not(request: Request) -> str | None:
     if request.masked:
         return "the flash op takes no mask, and the efficient op defines no lse for fully masked rows"
     if request.scale <= 0:
-        return (
-            f"it scales after taking the row maximum, which needs a positive scale, and got {request.scale}"
-        )
+        rule = "it scales after taking the row maximum, which needs a positive scale"
+        return f"{rule}, and got {request.scale}"
     if request.dropout:
         return "it cannot repeat a dropout mask over merged tiles"
     if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -71,16 +69,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _use_flash(q: Tensor) -> bool:
-    return (
-        q.dtype != torch.float32
-        and q.shape[-1] <= _FLASH_MAX_HEAD_DIM
-        and _capability(q.device) >= _FLASH_CAPABILITY
-    )
+    is_small = q.dtype != torch.float32 and q.shape[-1] <= _FLASH_MAX_HEAD_DIM
+    return is_small and _capability(q.device) >= _FLASH_CAPABILITY
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    d, rows = q.shape[-1], q.shape[2]
-    flash = _use_flash(q)
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
+    d, rows, flash = q.shape[-1], q.shape[2], _use_flash(q)
     q, k, v = _pad_head_dim(q), _pad_head_dim(k), _pad_head_dim(v)
     if flash:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
@@ -93,13 +87,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return out.narrow(-1, 0, d), lse.narrow(-1, 0, rows)
 
 
-def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
-) -> tuple[Tensor, Tensor, Tensor]:
-    d, h_kv = q.shape[-1], k.shape[1]
-    flash = _use_flash(q)
-    grad_out, q, k, v, out = (_pad_head_dim(x) for x in (grad_out, q, k, v, out))
-    if flash:
+def _backward(x: Attended) -> Gradients:
+    d, h_kv, lse, how = x.q.shape[-1], x.k.shape[1], x.lse, x.how
+    q, k, v, out, grad_out = map(_pad_head_dim, (x.q, x.k, x.v, x.out, x.grad_out))
+    if _use_flash(x.q):
         none = torch.empty(0, dtype=torch.int32, device=q.device)
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # philox state, unread without dropout
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .contract import Dropout, How, Op
+from .contract import Attended, Dropout, Gradients, How, Op, Outputs
 
 MAX_SCORES = 2**21  # elements of a score block; more blocks instead of more memory
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
     grouped = _group(q, k)
     out, lse = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:3], dtype=_compute_dtype(q))
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
@@ -30,16 +30,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    how: How,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(x: Attended) -> Gradients:
+    q, k, v, out, lse, grad_out, grad_lse, how = x
     grouped, keys, values = _group(q, k), k.flatten(0, 1), v.flatten(0, 1)
     compute = _compute_dtype(q)
     lse, grad_out, out = (x.reshape(grouped.shape[: x.dim()]) for x in (lse, grad_out, out))
@@ -47,12 +39,8 @@ def _backward(
     dk, dv = torch.zeros_like(keys, dtype=compute), torch.zeros_like(values, dtype=compute)
     for units, rows in _blocks(grouped, keys):
         hidden = _hidden(how, units, rows, k)
-        queries, key, value = (
-            grouped[units, :, rows].to(compute),
-            keys[units].to(compute),
-            values[units].to(compute),
-        )
-        grad = grad_out[units, :, rows].to(compute)
+        queries, grad = grouped[units, :, rows].to(compute), grad_out[units, :, rows].to(compute)
+        key, value = keys[units].to(compute), values[units].to(compute)
         probs = torch.exp(_scores(queries, key, how.scale, hidden) - lse[units, :, rows].unsqueeze(-1))
         if hidden is not None:  # where lse is NaN, or the row would spoil keys that it does not see
             probs.masked_fill_(hidden, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.workspace import Workspace
 from ..plan.runs import Job, Plan, Shape
-from .contract import Backward, How, Inputs, Merged
+from .contract import Attended, Backward, Gradients, How, Inputs, Merged
 
 
 @lru_cache(maxsize=64)
@@ -49,22 +49,13 @@ def packed_inputs(q: Tensor, k: Tensor, v: Tensor, how: How) -> Inputs:
     return Inputs(q, k, v, mask, how.scale, 0.0, 0, Workspace())
 
 
-def packed_backward(backward: Callable[[Plan, Inputs, Merged], tuple[Tensor, Tensor, Tensor]]) -> Backward:
+def packed_backward(backward: Callable[[Plan, Inputs, Merged], Gradients]) -> Backward:
     """The backward of an op, from that of a kernel."""
 
-    def run(
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        how: How,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = packed_inputs(q, k, v, how)
-        merged = Merged(out.transpose(1, 2), lse, grad_out.transpose(1, 2), grad_lse)
-        dq, dk, dv = backward(packed_plan(inputs.shape, k.shape[2], how.is_causal), inputs, merged)
+    def run(x: Attended) -> Gradients:
+        inputs = packed_inputs(x.q, x.k, x.v, x.how)
+        merged = Merged(x.out.transpose(1, 2), x.lse, x.grad_out.transpose(1, 2), x.grad_lse)
+        dq, dk, dv = backward(packed_plan(inputs.shape, x.k.shape[2], x.how.is_causal), inputs, merged)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     return run

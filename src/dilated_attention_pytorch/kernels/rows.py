@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +16,27 @@ from ..core.workspace import Workspace
 from ..plan.runs import Plan, even_parts
 from .merge import merge_
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 Step = tuple[int, int, int]  # in (batch, time, head)
 Axis = tuple[int, Step]  # (size, step)
 Origin = tuple[int, int, int]  # (batch, time, head) at which a tensor starts
 Numbered = dict[tuple[Step, Origin], Tensor]  # the numbers of rows in tensors of some steps, once known
 WHOLE: Origin = (0, 0, 0)
+
+
+def kept(build: Callable[Concatenate[Plan, _P], _T]) -> Callable[Concatenate[Plan, _P], _T]:
+    """Keeps what a kernel builds from a plan, by the other arguments, with the plan."""
+
+    @wraps(build)
+    def find(plan: Plan, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        key = (build, *args, *kwargs.items())
+        found: _T | None = plan.by_kernel.get(key)
+        if found is None:
+            found = plan.by_kernel[key] = build(plan, *args, **kwargs)
+        return found
+
+    return find
 
 
 class FlatRows(NamedTuple):
@@ -32,7 +49,8 @@ class FlatRows(NamedTuple):
     def of(cls, x: Tensor) -> FlatRows:
         """A view of `x`, or of a copy if its strides are no multiples of the size of a row."""
         d = prod(x.shape[3:])
-        if not _has_rows(x, d):
+        is_dense = x.dim() == 3 or d == 1 or x.stride(-1) == 1
+        if not is_dense or any(step % d for size, step in _outer(x) if size > 1):
             x = x.contiguous()
         # An axis of length 1 may have any step.
         a, b, c = (step // d if size > 1 else 0 for size, step in _outer(x))
@@ -53,12 +71,6 @@ class FlatRows(NamedTuple):
         if rows.dtype == dtype:
             return taken
         return workspace.take(slot, shape, dtype, rows.device).copy_(taken)
-
-
-def _has_rows(x: Tensor, d: int) -> bool:
-    """Whether the last axis, if there is one, is dense and steps between rows are multiples of its size."""
-    dense = x.dim() == 3 or d == 1 or x.stride(-1) == 1
-    return dense and not any(step % d for size, step in _outer(x) if size > 1)
 
 
 def _outer(x: Tensor) -> Iterable[tuple[int, int]]:
@@ -133,22 +145,16 @@ class Rows:
         return found
 
     @property
-    def num_jobs(self) -> int:
-        return prod(size for size, _ in self.axes) if self.firsts is None else len(self.firsts)
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        inner = tuple(size for size, _ in self.inner)
-        return (self.num_jobs, *inner)
+        jobs = prod(size for size, _ in self.axes) if self.firsts is None else len(self.firsts)
+        return (jobs, *(size for size, _ in self.inner))
 
     def view(self, x: Tensor, origin: Origin = WHOLE) -> Tensor:
         """(*axes, *inner, ...) of evenly spaced jobs; `x` begins at `origin`."""
         a, b, c, *rest = x.stride()
         offset = x.storage_offset() + _dot(self.first, (a, b, c)) - _dot(origin, (a, b, c))
-        sizes, steps = [], []
-        for size, step in (*self.axes, *self.inner):
-            sizes.append(size)
-            steps.append(step[0] * a + step[1] * b + step[2] * c)
+        axes = (*self.axes, *self.inner)
+        sizes, steps = [size for size, _ in axes], [_dot(step, (a, b, c)) for _, step in axes]
         return x.as_strided((*sizes, *x.shape[3:]), (*steps, *rest), offset)
 
     def numbers(self, steps: Step, origin: Origin = WHOLE, device: torch.device | None = None) -> Tensor:
@@ -171,15 +177,13 @@ class Rows:
             return None
         return (torch.arange(self.inner[-1][0]) < self.counts[:, None, None]).to(device)
 
-    def _find(self, steps: Step, origin: Origin, device: torch.device, numbered: Numbered | None) -> Tensor:
-        if numbered is None:
-            return self.numbers(steps, origin, device)
+    def _find(self, steps: Step, origin: Origin, device: torch.device, numbered: Numbered) -> Tensor:
         if (steps, origin) not in numbered:
             numbered[steps, origin] = self.numbers(steps, origin, device)
         return numbered[steps, origin]
 
     def _to_write(
-        self, steps: Step, packed: Tensor, origin: Origin, numbered: Numbered | None
+        self, steps: Step, packed: Tensor, origin: Origin, numbered: Numbered
     ) -> tuple[Tensor, Tensor]:
         """The numbers of the rows that are there, and their packed values as lines."""
         index = self._find(steps, origin, packed.device, numbered)
@@ -195,8 +199,8 @@ class Rows:
         x: Tensor,
         workspace: Workspace,
         dtype: torch.dtype,
+        numbered: Numbered,
         origin: Origin = WHOLE,
-        numbered: Numbered | None = None,
         strided: bool = False,
     ) -> Tensor:
         """(jobs, *inner, ...) packed, valid until the slot is read again; no copy where none is needed.
@@ -217,16 +221,16 @@ class Rows:
         return flat.read(slot, index, workspace, dtype).view(shape)
 
     def write(
-        self, x: Tensor, packed: Tensor, origin: Origin = WHOLE, numbered: Numbered | None = None
+        self, x: Tensor, packed: Tensor, origin: Origin, numbered: Numbered, *, adds: bool = False
     ) -> None:
-        """The rows of `x` take the packed values."""
+        """The rows of `x` take the packed values, or those are added to them."""
         if self.firsts is None:
             view = self.view(x, origin)
-            view.copy_(packed.view(view.shape))
+            (view.add_ if adds else view.copy_)(packed.view(view.shape))
             return
         flat = FlatRows.of(x)
         index, lines = self._to_write(flat.steps, packed, origin, numbered)
-        flat.rows.index_copy_(0, index, lines.to(x.dtype))
+        (flat.rows.index_add_ if adds else flat.rows.index_copy_)(0, index, lines.to(x.dtype))
 
     def add_blocks(self, sums: Tensor, packed: Tensor, origin: Origin, numbered: Numbered) -> None:
         """Adds rows (jobs, 1, rows, d) of blocks to sums (b, heads, blocks, size, d), from `origin` on.
@@ -248,26 +252,8 @@ class Rows:
             packed = torch.nn.functional.pad(packed, (0, 0, self.blocks.skip, missing))
         sums.view(-1, size * d).index_add_(0, index, packed.reshape(-1, size * d).to(sums.dtype))
 
-    def add(
-        self, x: Tensor, packed: Tensor, origin: Origin = WHOLE, numbered: Numbered | None = None
-    ) -> None:
-        """The packed values are added to the rows of `x`."""
-        if self.firsts is None:
-            view = self.view(x, origin)
-            view.add_(packed.view(view.shape))
-            return
-        flat = FlatRows.of(x)
-        index, lines = self._to_write(flat.steps, packed, origin, numbered)
-        flat.rows.index_add_(0, index, lines.to(x.dtype))
-
     def merge(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        part: Tensor,
-        part_lse: Tensor,
-        origin: Origin,
-        numbered: Numbered | None = None,
+        self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, origin: Origin, numbered: Numbered
     ) -> None:
         """Continues the softmax of the rows of out (b, n, heads, d) and lse (b, n, heads)."""
         if self.firsts is None:
@@ -285,8 +271,8 @@ class Rows:
 
 def _is_one_axis(view: Tensor, axes: tuple[Axis, ...]) -> bool:
     """Whether the jobs are evenly spaced in memory, and the features of a row side by side."""
-    jobs = [(size, step) for size, step in zip(view.shape, view.stride(), strict=True)][: len(axes)]
-    jobs = [x for x in jobs if x[0] > 1]
+    sizes = list(zip(view.shape, view.stride(), strict=True))[: len(axes)]
+    jobs = [(size, step) for size, step in sizes if size > 1]
     even = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(jobs))
     return even and view.stride(-1) == 1
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.runs import Plan, Region
 from .batches import Batch, Keys, batches_of
-from .contract import Chunk, Dropout, How, Inputs, Merged, Op, RemoteKV
+from .contract import Attended, Chunk, Dropout, Gradients, How, Inputs, Merged, Op, Outputs, RemoteKV
 from .merge import add_null_keys
 from .rows import WHOLE, Numbered, Origin, Rows
 
@@ -27,13 +27,12 @@ class _Keys:
             self.mask = inputs.key_mask.unsqueeze(-1).expand(-1, -1, inputs.k.shape[2])
 
     def gather(self, rows: Rows, _branch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        inputs, mask, numbered = self.inputs, self.mask, Numbered()
-        self.numbered = numbered
-        how: dict[str, Any] = {"numbered": numbered, "strided": self.strided}
-        k = rows.read("key", inputs.k, inputs.workspace, dtype, **how)
-        v = rows.read("value", inputs.v, inputs.workspace, dtype, **how)
+        mask, workspace, strided = self.mask, self.inputs.workspace, self.strided
+        self.numbered = numbered = Numbered()
+        k = rows.read("key", self.inputs.k, workspace, dtype, numbered, strided=strided)
+        v = rows.read("value", self.inputs.v, workspace, dtype, numbered, strided=strided)
         if mask is not None:
-            mask = rows.read("mask", mask, inputs.workspace, torch.bool, numbered=numbered)
+            mask = rows.read("mask", mask, workspace, torch.bool, numbered)
         return k, v, mask
 
 
@@ -107,21 +106,14 @@ def _group(inputs: Inputs) -> int:
 
 
 def _attend(
-    op: Op,
-    batches: Iterable[Batch],
-    inputs: Inputs,
-    sums: tuple[_Block, _Block],
-    keys: _Keys | Chunk,
-    *,
-    alone: bool = False,
+    op: Op, batches: list[Batch], inputs: Inputs, sums: list[_Block], keys: _Keys | Chunk, alone: bool = False
 ) -> None:
     """Attends the batches into blocks of out and of lse; `alone`: their branch has these to itself."""
-    out, origin, lse = sums[0].x, sums[0].origin, sums[1].x
+    (out, origin, _), (lse, _, _) = sums
     dtype = _tile_dtype(op, inputs)
     for batch in batches:
-        numbered = Numbered()
-        how: dict[str, Any] = {"numbered": numbered, "strided": op.reads_strides}
-        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, **how)
+        numbered, strided = Numbered(), op.reads_strides
+        q = batch.queries.read("query", inputs.q, inputs.workspace, dtype, numbered, strided=strided)
         part, lse_part = op.forward(q, *_pack(batch, batch.keys[0], dtype, inputs, keys))
         for more in batch.keys[1:]:
             part = part.to(inputs.accumulate_dtype)
@@ -136,15 +128,13 @@ def _attend(
         del part, lse_part  # or the next results would need fresh memory beside these
 
 
-def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> tuple[Tensor, Tensor]:
+def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> Outputs:
     """out (b, n, h, d) in the input's dtype and lse (b, h, n) in float32 (float64 for float64)."""
-    q, workspace, group, keys = inputs.q, inputs.workspace, _group(inputs), _Keys(inputs, op.reads_strides)
-    out = workspace.result(q.shape, q.dtype, q.device)
-    lse = workspace.result((q.shape[0], q.shape[2], q.shape[1]), inputs.accumulate_dtype, q.device)
+    group, keys, (out, lse) = _group(inputs), _Keys(inputs, op.reads_strides), inputs.new_outputs()
     for region, batches in batches_of(plan, inputs.q.element_size(), op.reads_strides):
         block, lse_block = (_Block.of(x, region, group) for x in (out, lse.transpose(1, 2)))
         is_final = plan.is_one_stage and remote is None  # nothing is merged into it
-        sums = block if is_final else block.wide("acc_out", inputs), lse_block
+        sums = [block if is_final else block.wide("acc_out", inputs), lse_block]
         if not plan.covers_queries:
             sums[0].x.zero_()
             lse_block.x.fill_(-math.inf)
@@ -157,27 +147,17 @@ def forward(op: Op, plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) 
     return out, lse
 
 
-def backward(
-    op: Op, plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(op: Op, plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None) -> Gradients:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    group, keys = _group(inputs), _Keys(inputs, op.reads_strides)
-    results = tuple(
-        inputs.workspace.result(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)
-    )
+    group, keys, results = _group(inputs), _Keys(inputs, op.reads_strides), inputs.new_gradients()
     for region, batches in batches_of(plan, inputs.q.element_size(), op.reads_strides):
         blocks = [_Block.of(x, region, each) for x, each in zip(results, (group, 1, 1), strict=True)]
-        slots = ("acc_dq", "acc_dk", "acc_dv")
-        sums = list(blocks)
-        if not plan.is_one_stage or remote is not None:
-            sums[0] = blocks[0].wide(slots[0], inputs)
-        for i, block in enumerate(blocks[1:], 1):
-            sums[i] = (
-                block.in_blocks(slots[i], plan, inputs) if plan.unit[0] else block.wide(slots[i], inputs)
-            )
-        covered = (plan.covers_queries, plan.covers_keys, plan.covers_keys)
-        for block, is_covered in zip(sums, covered, strict=True):
-            if not is_covered:
+        is_final = plan.is_one_stage and remote is None  # nothing is added to dq
+        sums = [blocks[0] if is_final else blocks[0].wide("acc_dq", inputs)]
+        for block, slot in zip(blocks[1:], ("acc_dk", "acc_dv"), strict=True):
+            sums.append(block.in_blocks(slot, plan, inputs) if plan.unit[0] else block.wide(slot, inputs))
+        for i, block in enumerate(sums):
+            if not (plan.covers_keys if i else plan.covers_queries):
                 (block.x if block.blocks is None else block.blocks).zero_()
         for those, out in _outputs(op, plan, region, batches, inputs, merged, keys):
             for batch in those:
@@ -189,53 +169,38 @@ def backward(
         for block, total in zip(blocks, sums, strict=True):
             if total.x is not block.x:
                 block.x.copy_(total.x)
-    dq_result, dk_result, dv_result = results
-    return dq_result, dk_result, dv_result
+    return results
 
 
 def _put(rows: Rows, block: _Block, part: Tensor, opens: bool, numbered: Numbered) -> None:
     if block.blocks is not None:
         rows.add_blocks(block.blocks, part, block.origin, numbered)
-    elif opens:
-        rows.write(block.x, part, block.origin, numbered)
     else:
-        rows.add(block.x, part, block.origin, numbered)
+        rows.write(block.x, part, block.origin, numbered, adds=not opens)
 
 
 def _put_gradients(
-    op: Op,
-    batch: Batch,
-    inputs: Inputs,
-    merged: Merged,
-    out: _Block,
-    keys: _Keys | Chunk,
-    sums: list[_Block],
+    op: Op, batch: Batch, inputs: Inputs, merged: Merged, out: _Block, keys: _Keys | Chunk, sums: list[_Block]
 ) -> None:
     """A batch's share of dq and, if they are among the sums, dk and dv; `out` is what backward subtracts."""
-    rows, workspace, dtype, wide = (
-        batch.queries,
-        inputs.workspace,
-        _tile_dtype(op, inputs),
-        inputs.accumulate_dtype,
-    )
-    numbered = Numbered()
-    how: dict[str, Any] = {"numbered": numbered, "strided": op.reads_strides}
-    q = rows.read("query", inputs.q, workspace, dtype, **how)
-    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, wide, numbered=numbered)
+    rows, workspace, numbered = batch.queries, inputs.workspace, Numbered()
+    dtype, wide = _tile_dtype(op, inputs), inputs.accumulate_dtype
+    strided = op.reads_strides
+    q = rows.read("query", inputs.q, workspace, dtype, numbered, strided=strided)
+    lse = rows.read("lse", merged.lse.transpose(1, 2), workspace, wide, numbered)
     # Empty rows (lse -inf) must have probability 0 in every batch: exp(score - inf). So must padding.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     real = rows.is_real(lse.device)
     lse = lse if real is None else lse.masked_fill_(~real, math.inf)
-    packed_out = rows.read("out", out.x, workspace, dtype, out.origin, **how)
-    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, **how)
+    packed_out = rows.read("out", out.x, workspace, dtype, numbered, out.origin, strided)
+    grad_out = rows.read("grad_out", merged.grad_out, workspace, dtype, numbered, strided=strided)
     grad_lse = None
     if merged.grad_lse is not None:
-        given = merged.grad_lse.transpose(1, 2)
-        grad_lse = rows.read("grad_lse", given, workspace, wide, numbered=numbered)
+        grad_lse = rows.read("grad_lse", merged.grad_lse.transpose(1, 2), workspace, wide, numbered)
     dq = None
     for part in batch.keys:
         k, v, met = _pack(batch, part, dtype, inputs, keys)
-        d_q, d_k, d_v = op.backward(grad_out, grad_lse, q, k, v, packed_out, lse, met)
+        d_q, d_k, d_v = op.backward(Attended(q, k, v, packed_out, lse, grad_out, grad_lse, met))
         dq = d_q if dq is None else dq.to(wide).add_(d_q)
         if isinstance(keys, _Keys):
             for total, gradient in zip(sums[1:], (d_k, d_v), strict=True):
@@ -255,12 +220,14 @@ def _outputs(
         return
     block = _Block.of(merged.out, region, _group(inputs))
     dtype, shape, device = inputs.accumulate_dtype, tuple(block.x.shape), block.x.device
-    own = _Block(inputs.workspace.take("own_out", shape, dtype, device), block.origin)
-    own_lse = _Block(inputs.workspace.take("own_lse", shape[:3], dtype, device), block.origin)
+    sums = [
+        _Block(inputs.workspace.take(slot, size, dtype, device), block.origin)
+        for slot, size in (("own_out", shape), ("own_lse", shape[:3]))
+    ]
     for _, group in groupby(batches, key=lambda batch: batch.branch):
         those = list(group)
-        _attend(op, those, inputs, (own, own_lse), keys, alone=True)
-        yield those, own
+        _attend(op, those, inputs, sums, keys, alone=True)
+        yield those, sums[0]
 
 
 def mix_seed(x: int) -> int:

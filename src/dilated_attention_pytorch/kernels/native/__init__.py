@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.workspace import Workspace
 from ...plan.runs import COLUMN, Plan
 from .. import stock
-from ..contract import How, Inputs, Merged, Op, RemoteKV, Request
+from ..contract import Gradients, How, Inputs, Merged, Op, Outputs, RemoteKV, Request
 from ..packed import packed_backward, packed_inputs, packed_jobs, packed_plan
 from .tasks import tasks_of
 
@@ -64,13 +64,7 @@ def why_not(request: Request) -> str | None:
     library = load_library()
     if isinstance(library, str):
         return library
-    if request.device.type != "cpu":
-        return f"it runs on cpu, and the tensors are on {request.device}"
-    if request.dtype not in DTYPES:
-        return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
-    if request.dropout:
-        return "it has no dropout"
-    return None
+    return request.mismatch(DTYPES) or ("it has no dropout" if request.dropout else None)
 
 
 def _packs(plan: Plan, inputs: Inputs, remote: RemoteKV | None) -> bool:
@@ -79,29 +73,21 @@ def _packs(plan: Plan, inputs: Inputs, remote: RemoteKV | None) -> bool:
     return remote is not None or (inputs.q.dtype != torch.float32 and not plan.is_one_stage)
 
 
-def forward(plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> Outputs:
     """out (b, n, h, d) and lse (b, h, n), in float32."""
     if _packs(plan, inputs, remote):
         return stock.forward(NATIVE_OP, plan, inputs, remote)
-    b, n, h, _ = inputs.q.shape
-    out = inputs.workspace.result(inputs.q.shape, inputs.q.dtype, inputs.q.device)
-    lse = inputs.workspace.result((b, h, n), torch.float32, inputs.q.device)
+    out, lse = inputs.new_outputs()
     if not plan.covers_queries:
         out.zero_()
         lse.fill_(-math.inf)
-    _attend(plan, inputs, out, lse)
-    return out, lse
-
-
-def _attend(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     q, k, v = _dense(inputs.q), _dense(inputs.k), _dense(inputs.v)
-    places, dtypes = _places(inputs, q, k, v, out, lse), (DTYPES[q.dtype], DTYPES[out.dtype])
-    tables = _tables(plan)
+    places, tables = _places(inputs, q, k, v, out, lse), _tables(plan)
     memory = _lend(inputs.workspace, _forward_scratch(q.shape[-1], tables.most_rows))
     for stage in tables.stages:
         at = stage.data_ptr(), plan.runs.data_ptr(), *tables.tiles, len(stage)
-        call = _call(places, at, q.shape[-1], tables.most_rows, memory, dtypes, inputs.scale)
-        _check(_library().dap_forward(call))
+        _check(_library().dap_forward(_call(places, at, q, out, tables.most_rows, memory, inputs.scale)))
+    return out, lse
 
 
 @lru_cache(maxsize=256)
@@ -134,15 +120,11 @@ def _tables(plan: Plan) -> _Tables:
     return found
 
 
-def backward(
-    plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None) -> Gradients:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
     if plan.detaches or _packs(plan, inputs, remote):
         return stock.backward(NATIVE_OP, plan, inputs, merged, remote)
-    tensors = inputs.q, inputs.k, inputs.v
-    dq, dk, dv = (inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors)
-    tasks = tasks_of(plan, inputs.k.shape[1])
+    (dq, dk, dv), tasks, tables = inputs.new_gradients(), tasks_of(plan, inputs.k.shape[1]), _tables(plan)
     if not plan.covers_queries:
         dq.zero_()
     if tasks.num_owned < plan.shape.b * plan.shape.h_kv:
@@ -151,14 +133,13 @@ def backward(
     (num, _), d, sums = tasks.table.shape, plan.shape.d, None
     if tasks.parts > 1:
         sums = inputs.workspace.take("native_sums", (num, 2, tasks.longest, d), torch.float32, dq.device)
-    q, k, v, out, grad_out = (_dense(x) for x in (*tensors, merged.out, merged.grad_out))
+    q, k, v, out, grad_out = map(_dense, (*inputs[:3], merged.out, merged.grad_out))
     grad_lse = None if merged.grad_lse is None else merged.grad_lse.to(torch.float32)
     summed = tasks.longest if sums is None and q.dtype != torch.float32 else 0
-    tables, dtypes = _tables(plan), (DTYPES[q.dtype], DTYPES[out.dtype])
     memory = _lend(inputs.workspace, _library().dap_backward_scratch(d, tables.most_rows, summed), num)
     places = _places(inputs, q, k, v, out, merged.lse)
     at = plan.jobs.data_ptr(), plan.runs.data_ptr(), *tables.tiles, len(plan)
-    call = _call(places, at, d, tables.most_rows, memory, dtypes, inputs.scale) + _GRAD_CALL.pack(
+    call = _call(places, at, q, out, tables.most_rows, memory, inputs.scale) + _GRAD_CALL.pack(
         *_place(grad_out),
         *(_NOTHING if grad_lse is None else _place_packed(grad_lse)),
         *(number for x in (dq, dk, dv) for number in _place(x)),
@@ -225,17 +206,11 @@ def _place_packed(x: Tensor) -> Place:
 
 
 def _call(
-    places: Sequence[int],
-    tables: tuple[int, ...],
-    d: int,
-    most_rows: int,
-    memory: _Memory,
-    dtypes: tuple[int, int],
-    scale: float,
+    places: Sequence[int], at: Sequence[int], q: Tensor, out: Tensor, rows: int, memory: _Memory, scale: float
 ) -> bytes:
     """The struct of a call: places of q, k, v, out, lse, mask; jobs, runs, tiles and the number of jobs."""
-    facts = d, _num_threads(), most_rows, memory.address, memory.each
-    return _CALL.pack(*places, *tables, *facts, *dtypes, scale)
+    facts = q.shape[-1], _num_threads(), rows, memory.address, memory.each
+    return _CALL.pack(*places, *at, *facts, DTYPES[q.dtype], DTYPES[out.dtype], scale)
 
 
 def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[int]:
@@ -247,7 +222,7 @@ def _places(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return *rows, *(_NOTHING if mask is None else _place(mask))
 
 
-def _forward_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def _forward_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
     inputs = packed_inputs(q, k, v, how)
     out, lse = forward(packed_plan(inputs.shape, k.shape[2], how.is_causal), inputs)
     return out.transpose(1, 2), lse
@@ -261,9 +236,8 @@ def _join_packed(q: Tensor, k: Tensor, v: Tensor, how: How, out: Tensor, lse: Te
     rows = *_place_packed(q), *_place_packed(k), *_place_packed(v), *_place_packed(out), *_place_packed(lse)
     mask = _NOTHING if how.mask is None else _place_packed(how.mask)
     memory, most_rows = _lend(Workspace(), _forward_scratch(d, h // h_kv * n)), h // h_kv * n
-    tables = jobs.data_ptr(), runs.buffer_info()[0], 0, 0, 0, len(jobs)
-    dtypes = DTYPES[q.dtype], DTYPES[out.dtype]
-    _check(_library().dap_forward(_call((*rows, *mask), tables, d, most_rows, memory, dtypes, how.scale)))
+    at = jobs.data_ptr(), runs.buffer_info()[0], 0, 0, 0, len(jobs)
+    _check(_library().dap_forward(_call((*rows, *mask), at, q, out, most_rows, memory, how.scale)))
 
 
 NATIVE_OP = Op(_forward_packed, packed_backward(backward), join=_join_packed)

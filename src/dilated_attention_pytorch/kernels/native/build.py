@@ -40,17 +40,8 @@ def build(library: Path = LIBRARY, *flags: str) -> Path:
         made = []
         for name, options in SETS.items():
             made.append(f"{folder}/{name}.o")
-            _run(
-                compiler,
-                *FLAGS,
-                *options,
-                *flags,
-                f"-DNAME=dap_{name}",
-                "-c",
-                FOLDER / "kernel.c",
-                "-o",
-                made[-1],
-            )
+            source = f"-DNAME=dap_{name}", "-c", FOLDER / "kernel.c", "-o", made[-1]
+            _run(compiler, *FLAGS, *options, *flags, *source)
         made.append(f"{folder}/dispatch.o")
         _run(compiler, *FLAGS, *flags, "-c", FOLDER / "dispatch.c", "-o", made[-1])
         whole = Path(folder) / "native.so"

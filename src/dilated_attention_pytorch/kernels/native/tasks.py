@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...plan.runs import Plan, numbered
+from ..rows import kept
 
 MANY_TASKS = 8  # from so many on, each has its keys to itself
 MOST_SUMS = 64 * 2**20  # bytes for sums of tasks that share keys
@@ -26,11 +27,9 @@ class Tasks(NamedTuple):
     longest: int  # the most keys of a task
 
 
+@kept
 def tasks_of(plan: Plan, num_keys: int) -> Tasks:
     """Jobs of a batch and key head whose ranges of keys overlap are a task, for any number of threads."""
-    found: Tasks | None = plan.by_kernel.get("tasks")
-    if found is not None:
-        return found
     owner, above = plan.column("batch") * plan.shape.h_kv + plan.column("kv"), num_keys + 1
     low, high = torch.zeros_like(owner), torch.full_like(owner, num_keys)
     if plan.is_one_stage:  # else a query is met again, maybe with other keys
@@ -50,22 +49,16 @@ def tasks_of(plan: Plan, num_keys: int) -> Tasks:
     parts = max(1, min(fit, -(-MANY_TASKS // max(1, len(first))))) if plan.is_one_stage else 1
     last = torch.cat([first[1:], first.new_tensor([len(plan)])])[: len(first)]
     cuts = first[:, None] + (last - first)[:, None] * torch.arange(parts + 1) // parts
-    columns = (
-        cuts[:, :-1].flatten(),
-        cuts[:, 1:].flatten(),
-        *(x.repeat_interleave(parts) for x in (start, end)),
-    )
-    table = torch.stack([torch.arange(len(first) * parts), *columns], 1)
-    found = plan.by_kernel["tasks"] = Tasks(order, table, parts, int(opens.sum()), longest)
-    return found
+    jobs, keys = (cuts[:, :-1], cuts[:, 1:]), (x[:, None].expand(-1, parts) for x in (start, end))
+    columns = torch.arange(len(first) * parts), *(x.flatten() for x in (*jobs, *keys))
+    table = torch.stack(columns, 1)
+    return Tasks(order, table, parts, int(opens.sum()), longest)
 
 
 def _key_ranges(plan: Plan) -> tuple[Tensor, Tensor]:
     """(first, end) of the keys of each job."""
     job, number = numbered(plan.column("num_runs"))
     start, step, count, _ = plan.runs[plan.column("first_run")[job] + number].unbind(1)
-    first = torch.zeros(len(plan), dtype=torch.int64).scatter_reduce(
-        0, job, start, "amin", include_self=False
-    )
-    end = start + (count - 1) * step + 1
-    return first, torch.zeros_like(first).scatter_reduce(0, job, end, "amax", include_self=False)
+    ends, none = start + (count - 1) * step + 1, torch.zeros(len(plan), dtype=torch.int64)
+    first = none.scatter_reduce(0, job, start, "amin", include_self=False)
+    return first, none.scatter_reduce(0, job, ends, "amax", include_self=False)

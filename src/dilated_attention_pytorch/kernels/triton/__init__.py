@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan.runs import COLUMN, Plan
-from .. import cuda
-from ..contract import Inputs, Merged, Request
-from ..stock import mix_seed
+from ...plan.runs import COLUMN, Plan, Shape
+from .. import cuda, stock
+from ..contract import Gradients, How, Inputs, Merged, Op, Outputs, RemoteKV, Request
+from ..packed import packed_backward, packed_inputs, packed_plan
 from .tables import KeyTables, Launch, extent, key_tables, query_tables
 from .tuned import Choice, choose_blocks
 from .tuning import Blocks, Pass, Target, head_parts, most_features, precision
@@ -26,6 +26,8 @@ from .tuning import Blocks, Pass, Target, head_parts, most_features, precision
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
 LOG2E = math.log2(math.e)
+LEAST_KEYS = 256  # that a program takes where few rows have their keys split over programs
+PROGRAMS = 2  # of which a multiprocessor has so many at a time
 
 
 def interprets() -> bool:
@@ -41,11 +43,9 @@ def is_installed() -> bool:
 def why_not(request: Request) -> str | None:
     if not is_installed():
         return "triton is not installed, which `pip install dilated-attention[triton]` does on Linux"
-    if request.device.type != ("cpu" if interprets() else "cuda"):
-        where = "its interpreter runs on cpu" if interprets() else "it runs on cuda"
-        return f"{where}, and the tensors are on {request.device}"
-    if request.dtype not in DTYPES:
-        return f"it takes {', '.join(map(str, DTYPES))}, and the tensors are {request.dtype}"
+    where = ("cpu", "its interpreter runs on cpu") if interprets() else ("cuda", "it runs on cuda")
+    if reason := request.mismatch(DTYPES, *where):
+        return reason
     if request.tiled:
         return "it takes no mask of pairs, and the pattern has tiles"
     if request.streams and request.dropout:
@@ -64,12 +64,11 @@ def blocks_of(device: torch.device, which: Pass, dtype: torch.dtype, d: int) -> 
     return choose_blocks(device, _target(device), which, dtype, d)
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n), in float32."""
-    call = Call(plan, inputs)
-    b, n, h, _ = inputs.q.shape
-    out = inputs.workspace.result(inputs.q.shape, inputs.q.dtype, inputs.q.device)
-    lse = inputs.workspace.result((b, h, n), torch.float32, inputs.q.device)
+def forward(plan: Plan, inputs: Inputs, remote: RemoteKV | None = None) -> Outputs:
+    """out (b, n, h, d) and lse (b, h, n), in float32; rows are packed where some keys are not the inputs'."""
+    if remote is not None:
+        return stock.forward(TRITON_OP, plan, inputs, remote)
+    call, (out, lse) = Call(plan, inputs), inputs.new_outputs()
     wide = call.widened(out)
     if not plan.covers_queries:
         wide.zero_()
@@ -78,11 +77,11 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return call.narrowed(out, wide), lse
 
 
-def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
+def backward(plan: Plan, inputs: Inputs, merged: Merged, remote: RemoteKV | None = None) -> Gradients:
     """(dq, dk, dv) of the joint softmax, from the merged out and lse alone."""
-    call = Call(plan, inputs)
-    tensors = inputs.q, inputs.k, inputs.v
-    results = [inputs.workspace.result(x.shape, x.dtype, x.device) for x in tensors]
+    if remote is not None:
+        return stock.backward(TRITON_OP, plan, inputs, merged, remote)
+    call, results = Call(plan, inputs), inputs.new_gradients()
     dq, dk, dv = wide = [call.widened(x) for x in results]
     if not plan.covers_queries:
         dq.zero_()
@@ -90,14 +89,14 @@ def backward(plan: Plan, inputs: Inputs, merged: Merged) -> tuple[Tensor, Tensor
         dk.zero_()
         dv.zero_()
     g, out, lse = call.dense(merged.grad_out), call.dense(merged.out).contiguous(), merged.lse.contiguous()
-    grad_lse = None if merged.grad_lse is None else merged.grad_lse.to(torch.float32).contiguous()
+    dlse = lse if merged.grad_lse is None else merged.grad_lse.to(torch.float32).contiguous()
     delta = inputs.workspace.take("delta", tuple(lse.shape), torch.float32, lse.device)
     for launch in call.keys.launches:
         if plan.detaches:
             out = inputs.workspace.take("own_out", tuple(out.shape), torch.float32, lse.device)
             own_lse = inputs.workspace.take("own_lse", tuple(lse.shape), torch.float32, lse.device)
             call.attend(out, own_lse, "opens_branch", launch.branch)
-        call.query_gradients(g, out, lse, grad_lse, delta, dq, launch.branch)
+        call.query_gradients((g, out, lse, dlse, delta, dq), merged.grad_lse is not None, launch.branch)
         call.key_gradients(g, lse, delta, dk, dv, launch)
     dq, dk, dv = (call.narrowed(x, y) for x, y in zip(results, wide, strict=True))
     return dq, dk, dv
@@ -143,23 +142,13 @@ class Call:
                 tensors = self.q, self.k, self.v, out, lse, self._mask, *tables[1:]
                 self._launch("attend", launch, opens, tensors, PHANTOM=launch.has_phantom)
 
-    def query_gradients(
-        self,
-        g: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        delta: Tensor,
-        dq: Tensor,
-        branch: int,
-    ) -> None:
-        tables = query_tables(self.plan, self._blocks("query_gradients").queries, dq.device)
-        given = lse if grad_lse is None else grad_lse
-        tensors = self.q, self.k, self.v, g, out, lse, given, delta, dq, self._mask, *tables[1:]
-        facts = {"HAS_DLSE": grad_lse is not None}
+    def query_gradients(self, given: tuple[Tensor, ...], has_dlse: bool, branch: int) -> None:
+        """`given`: the gradient of out, out, lse, the gradient of lse or anything, delta, dq."""
+        tables = query_tables(self.plan, self._blocks("query_gradients").queries, self.q.device)
+        tensors = self.q, self.k, self.v, *given, self._mask, *tables[1:]
         for launch in tables.launches:
             if launch.branch == branch:
-                self._launch("query_gradients", launch, "opens_queries", tensors, **facts)
+                self._launch("query_gradients", launch, "opens_queries", tensors, HAS_DLSE=has_dlse)
 
     def key_gradients(
         self, g: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, launch: Launch
@@ -213,7 +202,7 @@ class Call:
                 h=h,
                 mask_b=0 if self.mask is None else self.mask.stride(0),
                 mask_h=0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
-                seed=mix_seed(self.inputs.seed + launch.branch) if p else 0,
+                seed=stock.mix_seed(self.inputs.seed + launch.branch) if p else 0,
                 threshold=int(p * 2**31),
                 gain=1.0 / (1.0 - p) if p < 1.0 else 0.0,
                 **numbers,
@@ -247,3 +236,47 @@ def _target(device: torch.device) -> Target:
         return "gfx942"
     generations: dict[int, Target] = {9: "sm_90", 10: "sm_100", 11: "sm_100"}
     return generations.get(cuda._capability(device)[0], "sm_80")  # those for desktops are like it, too
+
+
+def _forward_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
+    """Packed rows: those that a ring receives, and the new ones of a stream of tokens."""
+    shape, (h_kv, m) = q.shape, k.shape[1:3]
+    if q.shape[2] == 1:  # the heads of a group are rows of one
+        q, how = q.reshape(len(q), h_kv, -1, q.shape[-1]), how._replace(is_causal=False)
+    b, h, n, d = q.shape
+    num_keys = m if how.is_causal else _rounded(m)
+    parts = 1 if how.is_causal else _num_parts(b * h * -(-n // 16), num_keys, q.device)
+    # Each part has copies of the queries, as further heads.
+    inputs = packed_inputs(q if parts == 1 else q.repeat(1, parts, 1, 1), k, v, how)
+    plan = packed_plan(Shape(b, n, h, h_kv, d), num_keys, how.is_causal, parts)
+    if parts == 1:
+        out, lse = forward(plan, inputs)
+        return out.transpose(1, 2).reshape(shape), lse.reshape(shape[:3])
+    wide = torch.empty(inputs.q.shape, device=q.device)
+    lses = torch.empty(b, parts, h, n, device=q.device)
+    Call(plan, inputs).attend(wide, lses, "opens_queries")
+    lse = lses.logsumexp(1)
+    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(1))
+    out = (wide.view(b, n, parts, h, d) * weights.permute(0, 3, 1, 2).unsqueeze(-1)).sum(2)
+    return out.transpose(1, 2).reshape(shape).to(q.dtype), lse.reshape(shape[:3])
+
+
+def _rounded(num_keys: int) -> int:
+    """Up to one of eight numbers between powers of two, so that a stream of tokens finds tables again."""
+    step = max(16, 1 << max(0, num_keys.bit_length() - 4))
+    return -(-num_keys // step) * step
+
+
+def _num_parts(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Into how many parts the keys are split, so that all multiprocessors have work."""
+    return max(1, min(PROGRAMS * _num_processors(device) // num_programs, num_keys // LEAST_KEYS))
+
+
+@lru_cache(maxsize=16)
+def _num_processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4  # the interpreter has none; enough to split keys
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+TRITON_OP = Op(_forward_packed, packed_backward(backward))

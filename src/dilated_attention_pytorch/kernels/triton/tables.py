@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...plan.runs import COLUMN, Plan, numbered
-
-_T = TypeVar("_T")
+from ..rows import kept
 
 
 class Launch(NamedTuple):
@@ -53,34 +50,15 @@ class Extent(NamedTuple):
     step: int
 
 
+@kept
 def extent(plan: Plan) -> Extent:
-    def build() -> Extent:
-        counts = (
-            plan.column("count"),
-            _joined(plan)[1][:, 2],
-            torch.cat([plan.column("step"), plan.runs[:, 1]]),
-        )
-        return Extent(*(int(x.max()) if len(x) else 1 for x in counts))
-
-    return _kept(plan, "extent", build)
+    steps = torch.cat([plan.column("step"), plan.runs[:, 1]])
+    counts = plan.column("count"), _joined(plan)[1][:, 2], steps
+    return Extent(*(int(x.max()) if len(x) else 1 for x in counts))
 
 
+@kept
 def query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
-    return _kept(plan, ("queries", block, device), partial(_query_tables, plan, block, device))
-
-
-def key_tables(plan: Plan, block: int, device: torch.device) -> KeyTables:
-    return _kept(plan, ("keys", block, device), partial(_key_tables, plan, block, device))
-
-
-def _kept(plan: Plan, key: Hashable, build: Callable[[], _T]) -> _T:
-    found: _T | None = plan.by_kernel.get(("triton", key))
-    if found is None:
-        found = plan.by_kernel["triton", key] = build()
-    return found
-
-
-def _query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
     jobs, runs = _joined(plan)
     launches, tiles, at = list[Launch](), [torch.empty(0, 3, dtype=torch.int64)], 0
     for those in _groups(plan, "stage"):
@@ -100,7 +78,8 @@ def _query_tables(plan: Plan, block: int, device: torch.device) -> QueryTables:
     return QueryTables(tuple(launches), *(_moved(x, device) for x in (torch.cat(tiles), jobs, runs)))
 
 
-def _key_tables(plan: Plan, block: int, device: torch.device) -> KeyTables:
+@kept
+def key_tables(plan: Plan, block: int, device: torch.device) -> KeyTables:
     """Runs of keys of one branch are the same or disjoint, so that each key has one owner in a launch."""
     launches, opened, num_tiles = list[Launch](), 0, 0
     span = int(plan.runs[:, 0].max()) + 1 if len(plan.runs) else 1
@@ -138,28 +117,24 @@ def _groups(plan: Plan, name: str) -> list[Tensor]:
     return [order[value == x] for x in dict.fromkeys(torch.unique_consecutive(value).tolist())]
 
 
+@kept
 def _joined(plan: Plan) -> tuple[Tensor, Tensor]:
     """Jobs and runs in which neighbouring runs of a job are one: blocks side by side fill whole tiles."""
-
-    def build() -> tuple[Tensor, Tensor]:
-        jobs, runs, (first, num) = plan.jobs, plan.runs, map(plan.column, ("first_run", "num_runs"))
-        if not bool((num > 1).any()):
-            return jobs, runs
-        before, after = runs[:-1], runs[1:]
-        begins = torch.ones(len(runs) + 1, dtype=torch.bool)
-        begins[1:-1] = (before[:, 0] + before[:, 1] * before[:, 2] != after[:, 0]) | (
-            before[:, 1::2] != after[:, 1::2]
-        ).any(1)
-        begins[first] = begins[first + num] = True
-        number = begins.cumsum(0) - 1  # of the joined run that each is a part of
-        joined = runs[begins[:-1]]
-        joined[:, 2] = torch.zeros(len(joined), dtype=torch.int64).scatter_add(0, number[:-1], runs[:, 2])
-        jobs = jobs.clone()
-        jobs[:, COLUMN["first_run"]] = number[first]
-        jobs[:, COLUMN["num_runs"]] = number[first + num] - number[first]
-        return jobs, joined
-
-    return _kept(plan, "joined", build)
+    jobs, runs, (first, num) = plan.jobs, plan.runs, map(plan.column, ("first_run", "num_runs"))
+    if not bool((num > 1).any()):
+        return jobs, runs
+    before, after = runs[:-1], runs[1:]
+    begins = torch.ones(len(runs) + 1, dtype=torch.bool)
+    differs = (before[:, 1::2] != after[:, 1::2]).any(1)
+    begins[1:-1] = (before[:, 0] + before[:, 1] * before[:, 2] != after[:, 0]) | differs
+    begins[first] = begins[first + num] = True
+    number = begins.cumsum(0) - 1  # of the joined run that each is a part of
+    joined = runs[begins[:-1]]
+    joined[:, 2] = torch.zeros(len(joined), dtype=torch.int64).scatter_add(0, number[:-1], runs[:, 2])
+    jobs = jobs.clone()
+    jobs[:, COLUMN["first_run"]] = number[first]
+    jobs[:, COLUMN["num_runs"]] = number[first + num] - number[first]
+    return jobs, joined
 
 
 def _moved(table: Tensor, device: torch.device) -> Tensor:

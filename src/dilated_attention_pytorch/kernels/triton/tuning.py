@@ -1,8 +1,12 @@
-"""Sizes of blocks, by target, pass, size of the numbers and head size: what compiles without spills."""
+"""Sizes of blocks, by target, pass, size of the numbers and head size: what compiles without spills.
+
+The rows of tuning.csv are shipped.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 Target = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
 Pass = Literal["attend", "query_gradients", "key_gradients"]
@@ -20,120 +24,20 @@ class Blocks(NamedTuple):
         return f"{self.queries} x {self.keys}, {self.warps}, {self.stages}"
 
 
+def _read_table() -> dict[tuple[Target, Pass, int], dict[int, Blocks]]:
+    table: dict[Any, dict[int, Blocks]] = {}
+    for line in Path(__file__).with_name("tuning.csv").read_text().split()[1:]:
+        target, which, *numbers = line.split(",")
+        size, d, *blocks = map(int, numbers)
+        table.setdefault((target, which, size), {})[d] = Blocks(*blocks)
+    return table
+
+
 # By the features of a head, up to which they hold. On GPUs for desktops, which are like sm_80, a program has
 # 99 KiB of shared memory. Heads of up to 48 and 80 features have a part of 16: its vectors have 128 bits if
 # a tile that is loaded has 16 rows (gfx942: 32) for each warp. Float32 above 128 features fits no registers
 # of NVIDIA's GPUs: for three products of TF32 every number is held in two halves.
-TABLE: dict[tuple[Target, Pass, int], dict[int, Blocks]] = {
-    ("sm_80", "attend", 2): {
-        64: Blocks(128, 64, 4, 2),
-        80: Blocks(64, 64, 4, 2),
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 32, 8, 2),
-    },
-    ("sm_80", "query_gradients", 2): {
-        48: Blocks(128, 64, 4, 2),
-        64: Blocks(128, 64, 8, 2),
-        80: Blocks(64, 64, 4, 2),
-        96: Blocks(128, 64, 8, 2),
-        128: Blocks(64, 64, 4, 2),
-        256: Blocks(32, 32, 4, 2),
-    },
-    ("sm_80", "key_gradients", 2): {
-        64: Blocks(64, 64, 4, 2),
-        80: Blocks(32, 32, 2, 2),
-        96: Blocks(32, 64, 4, 2),
-        128: Blocks(64, 64, 8, 2),
-        256: Blocks(32, 32, 4, 2),
-    },
-    ("sm_80", "attend", 4): {64: Blocks(64, 32, 8, 1), 128: Blocks(16, 32, 4, 2)},
-    ("sm_80", "query_gradients", 4): {64: Blocks(32, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_80", "key_gradients", 4): {64: Blocks(16, 32, 4, 2), 128: Blocks(16, 16, 4, 2)},
-    ("sm_90", "attend", 2): {
-        80: Blocks(128, 128, 8, 2),
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 64, 8, 2),
-    },
-    ("sm_90", "query_gradients", 2): {
-        80: Blocks(128, 128, 8, 2),
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 64, 8, 2),
-    },
-    ("sm_90", "key_gradients", 2): {
-        48: Blocks(64, 64, 4, 2),
-        64: Blocks(64, 128, 8, 2),
-        80: Blocks(64, 64, 4, 1),
-        96: Blocks(64, 64, 8, 1),
-        128: Blocks(64, 64, 8, 2),
-        256: Blocks(32, 64, 8, 2),
-    },
-    ("sm_90", "attend", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_90", "query_gradients", 4): {64: Blocks(64, 32, 4, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_90", "key_gradients", 4): {128: Blocks(16, 16, 4, 2)},
-    ("sm_100", "attend", 2): {
-        48: Blocks(128, 64, 4, 2),
-        64: Blocks(128, 64, 8, 2),
-        80: Blocks(128, 128, 8, 2),
-        96: Blocks(128, 64, 8, 1),
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 64, 8, 2),
-    },
-    ("sm_100", "query_gradients", 2): {
-        48: Blocks(128, 64, 4, 2),
-        64: Blocks(128, 64, 8, 2),
-        80: Blocks(128, 64, 4, 2),
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 64, 8, 1),
-    },
-    ("sm_100", "key_gradients", 2): {
-        48: Blocks(64, 64, 4, 1),
-        64: Blocks(64, 64, 8, 2),
-        80: Blocks(64, 64, 4, 1),
-        128: Blocks(64, 64, 8, 1),
-        256: Blocks(32, 64, 8, 1),
-    },
-    ("sm_100", "attend", 4): {64: Blocks(64, 64, 8, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_100", "query_gradients", 4): {64: Blocks(64, 32, 8, 2), 128: Blocks(16, 32, 4, 2)},
-    ("sm_100", "key_gradients", 4): {64: Blocks(32, 64, 8, 2), 128: Blocks(16, 16, 4, 2)},
-    ("gfx942", "attend", 2): {
-        48: Blocks(128, 128, 4, 2),
-        64: Blocks(128, 64, 4, 2),
-        80: Blocks(128, 128, 4, 1),
-        128: Blocks(128, 64, 4, 2),
-        256: Blocks(64, 64, 4, 1),
-    },
-    ("gfx942", "query_gradients", 2): {
-        48: Blocks(128, 128, 4, 1),
-        64: Blocks(128, 64, 4, 2),
-        80: Blocks(128, 128, 4, 1),
-        96: Blocks(128, 64, 4, 2),
-        128: Blocks(128, 32, 4, 2),
-        256: Blocks(64, 32, 4, 1),
-    },
-    ("gfx942", "key_gradients", 2): {
-        48: Blocks(64, 64, 2, 1),
-        64: Blocks(64, 64, 4, 1),
-        80: Blocks(64, 64, 2, 1),
-        96: Blocks(64, 64, 4, 1),
-        128: Blocks(32, 64, 4, 1),
-        256: Blocks(32, 32, 4, 1),
-    },
-    ("gfx942", "attend", 4): {
-        64: Blocks(64, 64, 4, 2),
-        128: Blocks(64, 64, 4, 1),
-        256: Blocks(32, 32, 4, 1),
-    },
-    ("gfx942", "query_gradients", 4): {
-        64: Blocks(128, 32, 4, 2),
-        128: Blocks(128, 32, 4, 1),
-        256: Blocks(32, 16, 4, 1),
-    },
-    ("gfx942", "key_gradients", 4): {
-        64: Blocks(64, 64, 4, 1),
-        128: Blocks(16, 32, 4, 2),
-        256: Blocks(16, 16, 4, 1),
-    },
-}
+TABLE = _read_table()
 
 
 def blocks_for(target: Target, which: Pass, itemsize: int, d: int) -> Blocks:
