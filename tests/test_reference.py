@@ -363,3 +363,22 @@ def test_the_drawing_in_the_documentation_is_true() -> None:
     for t in range(8):
         rows = ["  ".join("·ab2"[symbol] for symbol in symbols[head][t]) for head in range(2)]
         assert f"query {t}   {rows[0]}       {rows[1]}" in text
+
+
+def test_detached_mixing_changes_only_the_gradient_of_the_output() -> None:
+    inputs = Case(13, 2, 2, (4, 13), (1, 2)).inputs()
+    joint, detached = (
+        dilated_attention_reference(*inputs, (4, 13), (1, 2), detach_mixing=detach, return_lse=True)
+        for detach in (False, True)
+    )
+    assert_same(detached, joint)
+    cotangent = torch.randn_like(joint[1])
+    of_joint, of_detached = (
+        torch.autograd.grad(lse, inputs[:2], cotangent, retain_graph=True) for _, lse in (joint, detached)
+    )
+    assert_same(of_detached, of_joint)
+    cotangent = torch.randn_like(joint[0])
+    of_joint, of_detached = (torch.autograd.grad(out, inputs, cotangent) for out, _ in (joint, detached))
+    assert_same(of_detached[2], of_joint[2])
+    assert (of_detached[0] - of_joint[0]).abs().max() > 1e-3
+    assert (of_detached[1] - of_joint[1]).abs().max() > 1e-3

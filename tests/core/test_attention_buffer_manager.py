@@ -423,7 +423,7 @@ def test_errors_are_clear_and_change_nothing(
 
 def test_eight_threads(manager: AttentionBufferManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # costs half the time
-    requests, kinds = 2500, ["query", "key", "output", "temp"]
+    requests, kinds = 10_000, ["query", "key", "output", "temp"]
 
     def work(thread: int) -> None:
         held: list[tuple[Tensor, str, float]] = []
@@ -456,3 +456,20 @@ def test_managers_share_the_memory_and_the_figures_of_a_pool() -> None:
     assert one.get_stats()["cached_bytes"] == two.get_stats()["cached_bytes"] == pool.clear()
     with pytest.raises(ValueError, match="not on loan"):
         AttentionBufferManager().deallocate(two.allocate("query", SHAPE), "query")
+
+
+@pytest.mark.parametrize(
+    ("buffer_type", "first", "then", "serves"),
+    [
+        ("query", 100_000, 98_400, True),  # one bucket
+        ("query", 100_000, 60_000, False),
+        ("query", 2 * MIB, 2 * MIB - 4, False),  # direct: the very size
+        ("temp", 5 * MIB, 3 * MIB, True),  # fragment-aware: up to twice the size
+        ("temp", 9 * MIB, 3 * MIB, False),
+    ],
+)
+def test_what_a_strategy_reuses(
+    manager: AttentionBufferManager, buffer_type: str, first: int, then: int, serves: bool
+) -> None:
+    address = use(manager, buffer_type, (first,), torch.uint8)
+    assert (use(manager, buffer_type, (then,), torch.uint8) == address) == serves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -892,3 +893,27 @@ def test_threads_and_resets_leave_a_consistent_pool() -> None:
 
     in_threads(work, 4)
     assert check_consistent(pool)["in_use_bytes"] == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the platform has no interval timer")
+def test_a_signal_handler_gets_its_own_memory() -> None:
+    """A handler runs between any two instructions of the thread that holds the pool's lock."""
+    pool, got, shared = MemoryPool(), [], 0
+    before = signal.signal(signal.SIGALRM, lambda *_: got.append(pool.allocate((100,))))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        end, handled = time.monotonic() + 2, 0
+        while time.monotonic() < end:
+            got.clear()
+            mine = pool.allocate((100,))
+            shared += any(mine.data_ptr() == other.data_ptr() for other in list(got))
+            handled += len(got)
+            pool.clear("buffer", keep=1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert handled > 10
+    assert shared == 0
+    del mine
+    got.clear()
+    check_consistent(pool)

@@ -485,3 +485,13 @@ def test_config_is_that_of_a_slide_encoder() -> None:
         LongNetViT.from_config({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="global_pool must be a bool"):
         LongNetViTConfig(global_pool=1)  # type: ignore[arg-type]
+
+
+def test_the_full_model_loads_a_file_that_it_saved(tmp_path: Path) -> None:
+    model = LongNetViT(dtype=torch.bfloat16).eval()
+    published(tmp_path, model.state_dict())
+    again = LongNetViT.from_pretrained(tmp_path)
+    assert sum(parameter.numel() for parameter in again.parameters()) == 86_330_880
+    assert again.config == model.config
+    x, coords = torch.randn(1, 5, 1536), torch.randint(0, 256000, (1, 5, 2))
+    assert torch.equal(again(x, coords)[0], model(x, coords)[0])

@@ -633,3 +633,20 @@ except ImportError:
     print("refused")
 """
     assert run_program(sys.executable, "-c", code)[0] == "refused\n"
+
+
+@pytest.mark.parametrize("model", ["llama gqa", "bert"])
+def test_dilated_model_trains(model: str) -> None:
+    each, ids = made(MODELS[model], DILATED, initializer_range=0.05).train(), tokens(2, 50)
+    optimizer = torch.optim.AdamW(each.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss = each(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    if model in DECODERS:  # what it learned it can tell
+        out = each.eval().generate(ids[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=40)
+        assert (out == ids).float().mean() > 0.9

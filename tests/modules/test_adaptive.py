@@ -16,6 +16,7 @@ from dilated_attention_pytorch import (
     BlockSparseDilatedAttention,
     SparsePatternConfig,
 )
+from support.threads import in_threads
 from support.tolerances import assert_close, assert_same_gradients
 
 Adaptive = BlockSparseAdaptiveDilatedAttention
@@ -271,3 +272,18 @@ def test_empty_batch() -> None:
     q, k, v = (x.detach()[:0] for x in tensors())
     for module in modules():
         assert module(q, k, v).shape == (0, 90, 4, 8)
+
+
+def test_first_call_from_several_threads() -> None:
+    q, k, v = tensors()
+    for _ in range(5):
+        module = lazy().eval()
+
+        def call(number: int, module: Adaptive = module) -> Tensor:
+            if number % 2:
+                module.features(q, k)
+            return module(q, k, v)
+
+        for out in in_threads(call, 6):
+            assert torch.equal(out, module(q, k, v))
+        assert module.query_scorer.data_ptr() != module.key_scorer.data_ptr()

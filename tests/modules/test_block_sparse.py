@@ -255,3 +255,18 @@ def test_attention_weights_are_the_probabilities(kind: str, d: int, is_causal: b
     weights = module.attention_weights(q, k, is_causal, mask)
     assert_close(weights, expected, DOUBLE)
     assert_same_gradients(weights, expected, [q, k], DOUBLE)
+
+
+def test_persistent_cache_holds_so_many() -> None:
+    cache = PersistentPatternCache(max_size=2)
+    for n in (16, 32, 48):
+        cache.get_or_build(n, lambda n=n: build_block_pattern(SparsePatternConfig(block_size=16), n, 1))
+    assert (len(cache), cache.get_stats()["evictions"]) == (2, 1)
+
+
+def test_ring_holds_no_more_than_the_base() -> None:
+    """What one process does not need is not there: no buffers, no parameters, the same attributes."""
+    base, ring = Base(), Ring()
+    assert set(vars(ring)) - set(vars(base)) == {"ring"}
+    assert not [*ring.parameters(), *ring.buffers()]
+    assert not [x for x in vars(ring).values() if isinstance(x, (Tensor, dict, list)) and len(x)]

@@ -415,3 +415,13 @@ def test_other_errors_leave_all_caches_as_they_were() -> None:
         assert [cache.lengths for cache in caches] == [(0, 0)] * L
     stack.requires_grad_(False)
     assert stack(features(), None, True, caches=caches).isfinite().all()
+
+
+def test_model_compiled_by_inductor_matches() -> None:
+    torch._dynamo.reset()
+    model = make_lm(num_layers=1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for n in (29, 41):
+            tokens = torch.randint(11, (2, n))
+            assert_close(compiled(tokens), model(tokens), torch.float32)

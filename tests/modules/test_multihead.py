@@ -465,3 +465,9 @@ def test_torchs_names_are_as_strict(cls: Class, options: Any, change: State, mes
     module = make(cls, **{"layer_norm": False, **options})
     with pytest.raises(RuntimeError, match=message):
         module.load_state_dict(changed(theirs().state_dict(), change))
+
+
+def test_padding_over_all_keys_leaves_the_bias() -> None:
+    module = randomised(make(layer_norm=False))
+    out, _ = module(tokens(), key_padding_mask=torch.ones(B, N, dtype=torch.bool))
+    assert_close(out, module.out_proj.bias.expand(B, N, E), DOUBLE)

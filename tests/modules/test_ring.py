@@ -28,6 +28,7 @@ from dilated_attention_pytorch import (
     RingMultiheadDilatedAttention,
 )
 from dilated_attention_pytorch.core import get_global_memory_pool, get_global_pattern_cache
+from dilated_attention_pytorch.core.attention_buffer_manager import find_buffer_manager
 from dilated_attention_pytorch.modules import ring as ring_module
 from dilated_attention_pytorch.ring import plan_ring
 from support import weighed
@@ -405,3 +406,12 @@ def test_inputs_that_are_no_tensors_are_rejected() -> None:
     module = make(mixed_precision=True)
     with pytest.raises(TypeError, match="q must be a tensor, got list"):
         module([1.0], *weighed.qkv()[1:])
+
+
+def test_error_recovery_is_the_retry_of_its_memory() -> None:
+    """`test_out_of_memory` runs both under a real limit."""
+    for recovers in (True, False):
+        module = make(enable_error_recovery=recovers)
+        manager = find_buffer_manager(module._memory)
+        assert manager is not None
+        assert manager.retries is recovers

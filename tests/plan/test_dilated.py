@@ -192,11 +192,16 @@ def test_one_branch_of_regular_heads_is_one_batch(h: int, h_kv: int, rate: int, 
     assert batch_sizes(packed, 4) == [(100, 1, 10, 10)]
 
 
-def test_plans_are_cached_and_print_themselves() -> None:
+def test_plans_are_cached_hashable_and_print_themselves() -> None:
     spec = DilatedSpec((16, 32), (1, 2))
     cache = PatternCache()
     plan = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
     assert plan is plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4, cache=cache)
+    again = plan_dilated(spec, Shape(1, 100, 4, 2, 8), itemsize=4)
+    assert plan == again == plan.to("cpu")
+    assert hash(plan) == hash(again)
+    assert plan != plan_dilated(spec, Shape(1, 101, 4, 2, 8), itemsize=4)
+    assert plan.to("meta").jobs.is_meta
     text = str(plan)
     assert "queries 0..30:2 x keys 0..30:2" in text
     assert "queries 0..15 x keys 0..15" in text

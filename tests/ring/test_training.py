@@ -116,6 +116,7 @@ def train_by_hand(rank: int) -> None:
     Also if a rank has no tokens.
     """
     modes = ("none", "reentrant", "not reentrant")
+    plain = list[Tensor]()
     for kind, shard_lengths in product(("dilated", "ulysses", "blocks"), (None, (N, 0))):
         out, expected = whole_gradients(kind)
         shard = partial(shard_sequence, shard_lengths=shard_lengths)
@@ -125,6 +126,9 @@ def train_by_hand(rank: int) -> None:
             got = model(x) if mode == "none" else checkpoint(model, x, use_reentrant=mode == "reentrant")
             assert_close(got, shard(out), torch.float64, f"{kind}, {mode}")
             got.square().sum().backward()
+            own = [weight.grad.clone() for weight in model.parameters()]
+            plain = own if mode == "none" else plain
+            assert all(map(torch.equal, own, plain)), f"checkpointing changes bits: {kind}, {mode}"
             sum_over_ranks(model)
             check_gradients(model, expected, 1.0, f"{kind}, checkpointing {mode}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.pattern_cache import PatternCache
-from .pattern_tables import count_seen
+from .pattern_tables import count_seen, raw_bytes
 
 Pass = Literal["forward", "backward"]
 Range = tuple[int, int]  # [from, to)
@@ -101,7 +101,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything a kernel needs besides the tensors; `print(plan)` shows it."""
+    """Everything a kernel needs besides the tensors: `print(plan)` shows it, equal plans hash equally."""
 
     jobs: Tensor  # (jobs, len(Job._fields)) int64, by region, then by stage
     runs: Tensor  # (runs, 4) int64, as in `Run`
@@ -170,8 +170,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        tables = (self.jobs, self.runs, self.tiles, self.run_tiles)
-        return sum(table.nbytes for table in tables if table is not None)
+        return sum(table.nbytes for table in self._tables.values())
+
+    @property
+    def _tables(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("jobs", "runs", "tiles", "run_tiles")}
+        return {name: table for name, table in found.items() if table is not None}
 
     @cached_property
     def is_one_stage(self) -> bool:
@@ -183,6 +187,24 @@ class Plan:
         """(runs,): the number of the block that each run of keys is, or is a part of."""
         size, shift = self.unit
         return torch.div(self.runs[:, 0] + shift, size, rounding_mode="floor")
+
+    def to(self, device: torch.device | str) -> Plan:
+        """The same plan with its tables on a device."""
+        moved: dict[str, Any] = {name: table.to(device) for name, table in self._tables.items()}
+        return replace(self, **moved, by_kernel={})
+
+    @cached_property
+    def digest(self) -> bytes:
+        state = blake2b(repr((self.shape, self.regions)).encode(), digest_size=16)
+        for table in self._tables.values():
+            state.update(raw_bytes(table.cpu()))
+        return state.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"by_kernel": {}}
