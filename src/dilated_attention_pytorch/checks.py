@@ -151,7 +151,7 @@ def check_new_tokens(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{rule}, got tensors that require one")
 
 
-def _check_kind(name: str, x: Tensor, kind: str, *dtypes: torch.dtype) -> None:
+def check_kind(name: str, x: Tensor, kind: str, *dtypes: torch.dtype) -> None:
     import torch
 
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
@@ -162,7 +162,7 @@ def _check_kind(name: str, x: Tensor, kind: str, *dtypes: torch.dtype) -> None:
 def _check_key_mask(q: Tensor, key_mask: Tensor) -> None:
     import torch
 
-    _check_kind("key_mask", key_mask, "a bool", torch.bool)
+    check_kind("key_mask", key_mask, "a bool", torch.bool)
     if key_mask.shape != q.shape[:2]:
         rule = f"key_mask must have the shape (b, n) = {tuple(q.shape[:2])}"
         raise ValueError(f"{rule}, got {tuple(key_mask.shape)}")
@@ -191,7 +191,7 @@ def _short(values: tuple[int, ...]) -> str:
 def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor) -> None:
     import torch
 
-    _check_kind("cu_seqlens", cu_seqlens, "an int32 or int64", torch.int32, torch.int64)
+    check_kind("cu_seqlens", cu_seqlens, "an int32 or int64", torch.int32, torch.int64)
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device not in (q.device, torch.device("cpu")):
@@ -352,6 +352,13 @@ def check_device(device: torch.device | str | None) -> torch.device | None:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    import torch
+
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
 
 
 def check_float_dtype(name: str, dtype: torch.dtype | None) -> None:

@@ -185,7 +185,11 @@ FUNCTIONS: dict[str, Entry | Named] = {
         {"layout": torch.ones(4, 4) > 0, **BLOCKS},
         kinds={"layout": bad.without(bad.tensor, "more dimensions")},
     ),
-    "BlockPattern.to_block_mask": Entry(PATTERN.to_block_mask, {}, kinds={"key_mask": bad.nothing}),
+    "BlockPattern.to_block_mask": Entry(
+        PATTERN.to_block_mask,
+        {"key_mask": torch.ones(2, 16) > 0},
+        kinds={"key_mask": bad.mask},
+    ),
     "BlockPattern.draw": Entry(
         lambda **call: PATTERN.draw("/dev/null", **call),
         {},
@@ -325,7 +329,7 @@ CORE: dict[str, Entry | Named] = {
     "AttentionBufferManager.preallocate_buffers": Entry(
         core.AttentionBufferManager().preallocate_buffers,
         {"batch_size": 1, "seq_len": 4, "num_heads": 2, "head_dim": 4},
-        kinds={"dtype": bad.nothing},
+        kinds={"dtype": any_dtype},
     ),
     "BufferConfig": of({"typical_size_mb": 1.0, "reuse_frequency": "high", "lifetime": "forward"}),
 }

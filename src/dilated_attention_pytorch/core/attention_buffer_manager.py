@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_flags, check_positive_int, check_shape
+from ..checks import check_dtype, check_flags, check_positive_int, check_shape
 from . import memory_pool, process
 from .host_memory import describe_bytes, normal_device
 from .memory_pool import MemoryPool, get_global_memory_pool
@@ -155,6 +155,7 @@ class AttentionBufferManager(process.PerProcess):
             raise ValueError(f"{', '.join(sizes)} are given all or none, got {tuple(sizes.values())}")
         for name, size in given.items():
             check_positive_int(name, size)
+        check_dtype(dtype)
         names = [buffer_types] if isinstance(buffer_types, str) else buffer_types
         place, shape, room = normal_device(device), tuple(given.values()), math.inf
         requests: list[Kind] = [(BufferType(name), shape, dtype, place) for name in names]
@@ -240,8 +241,7 @@ class AttentionBufferManager(process.PerProcess):
 
     def _lend(self, request: Kind, zeros: bool | None, ahead: bool = False) -> Tensor:
         (buffer_type, shape, dtype, device), tag = request, request[0].value
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        check_dtype(dtype)
         config = self.configs[buffer_type]
         strategy = config.strategy(math.prod(shape) * dtype.itemsize)
         fit = FITS[strategy] if self.enable_reuse else "fresh"

@@ -12,7 +12,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_alignment, check_device, check_flags, check_positive, check_shape, one_of
+from ..checks import (
+    check_alignment,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_positive,
+    check_shape,
+    one_of,
+)
 from .host_memory import numa_nodes
 
 Make = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
@@ -155,8 +163,7 @@ class Request(NamedTuple):
 
     def checked(self) -> Request:
         """The same with normal values, or an error that says what is wrong."""
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        check_dtype(self.dtype)
         if not isinstance(self.tag, str):
             raise TypeError(f"tag must be a string, got {self.tag!r}")
         one_of("fit", self.fit, get_args(Fit))

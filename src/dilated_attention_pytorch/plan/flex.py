@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checks import check_device, check_positive_int
+from ..checks import check_device, check_kind, check_positive_int
 from .pattern_tables import EMPTY, WHOLE, evaluate_tiles
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ def to_block_mask(
     if pattern.is_causal:
         partial.diagonal(dim1=-2, dim2=-1).fill_(True)
     if key_mask is not None:
+        check_kind("key_mask", key_mask, "a bool", torch.bool)
+        if key_mask.dim() != 2 or key_mask.shape[1] != n or layout.shape[0] not in (1, key_mask.shape[0]):
+            raise ValueError(f"key_mask must have the shape (b, n) with n = {n}, got {tuple(key_mask.shape)}")
+        if key_mask.device != device:
+            raise ValueError(f"key_mask must be on the device of the mask, {device}, got {key_mask.device}")
         partial.fill_(True)
     batches, is_causal = layout.shape[0], pattern.is_causal
 
