@@ -29,16 +29,18 @@ from ..modules.pretrained import (
     find_folder,
 )
 from .slide_maps import encode_with_maps, layer_numbers, maps_one_by_one
-from .tile_grid import cell_embeddings, check_tiles, gigapath_segment_lengths, tile_cells
+from .tile_grid import (
+    ARCHITECTURES,
+    cell_embeddings,
+    check_arch,
+    check_tiles,
+    gigapath_segment_lengths,
+    tile_cells,
+)
 from .torchscale import Tensors, plain_names, read_checkpoint, split_torchscale_state, unwrap_state
 
 GIGAPATH_FILE = "slide_encoder.pth"
 GIGAPATH_RATES = (1, 2, 4, 8, 16)
-# The names under which Prov-GigaPath registers sizes; the feed-forward is 4 * embed_dim wide in each.
-ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
-    f"gigapath_slide_enc{depth}l{d}d": {"in_chans": tiles, "embed_dim": d, "depth": depth, "nhead": 16}
-    for tiles, d, depth in ((1536, 768, 12), (384, 384, 12), (1536, 1024, 24), (1536, 1536, 12))
-}
 _HUB_PREFIX = "hf_hub:"  # of timm's names of repositories, which Prov-GigaPath's code takes
 
 _Model = TypeVar("_Model", bound="LongNetViT")
@@ -345,13 +347,3 @@ def slide_sizes(state: Tensors, *, source: str) -> dict[str, int]:
     layers = {found[1] for name in state if (found := re.match(r"encoder\.layers\.(\d+)\.", name))}
     sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": len(layers)}
     return {**sizes, "dim_feedforward": len(state["encoder.layers.0.ffn.fc1.weight"])}
-
-
-def check_arch(arch: str | None, sizes: Mapping[str, Any], *, source: str) -> None:
-    """Raises where sizes are not those of the name; what they do not tell, as the heads, is."""
-    if arch is None:
-        return
-    one_of("arch", arch, tuple(ARCHITECTURES))
-    wanted = ARCHITECTURES[arch]
-    if odd := {name: sizes[name] for name, size in wanted.items() if sizes.get(name, size) != size}:
-        raise ValueError(f"{source} must have the sizes of {arch}, {dict(wanted)}, got {odd}")

@@ -1,15 +1,22 @@
-"""Tiles of a slide: what they must be, cells of coordinates, embeddings of cells, segment lengths."""
+"""Tiles of a slide: what they must be, cells of coordinates, embeddings of cells; sizes of encoders."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_positive_int
+from ..checks import check_dense, check_positive_int, one_of
 
 _FINE = (torch.float32, torch.float64)  # half precision cannot tell neighbouring tiles apart
+# The names under which Prov-GigaPath registers sizes; the feed-forward is 4 * embed_dim wide in each.
+ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
+    f"gigapath_slide_enc{depth}l{d}d": {"in_chans": tiles, "embed_dim": d, "depth": depth, "nhead": 16}
+    for tiles, d, depth in ((1536, 768, 12), (384, 384, 12), (1536, 1024, 24), (1536, 1536, 12))
+}
 
 
 def gigapath_segment_lengths(max_wsi_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
@@ -104,3 +111,13 @@ def check_tiles(x: Tensor, coords: Tensor, padding_mask: Tensor | None, in_chans
         raise ValueError(f"padding_mask must have the shape (b, n), got {shapes}")
     if not all(counts := (~padding_mask).sum(1).tolist()):
         raise ValueError(f"each slide must have at least one tile, got {counts} without the padding")
+
+
+def check_arch(arch: str | None, sizes: Mapping[str, Any], *, source: str) -> None:
+    """Raises where sizes are not those of the name; what they do not tell, as the heads, is."""
+    if arch is None:
+        return
+    one_of("arch", arch, tuple(ARCHITECTURES))
+    wanted = ARCHITECTURES[arch]
+    if odd := {name: sizes[name] for name, size in wanted.items() if sizes.get(name, size) != size}:
+        raise ValueError(f"{source} must have the sizes of {arch}, {dict(wanted)}, got {odd}")

@@ -1,11 +1,8 @@
 """nn.Modules around the public functions; they hold options, no maths."""
 
+from .adaptive import BlockSparseAdaptiveDilatedAttention
 from .attention import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
-from .block_sparse import (
-    BlockSparseAdaptiveDilatedAttention,
-    BlockSparseDilatedAttention,
-    BlockSparseRingDilatedAttention,
-)
+from .block_sparse import BlockSparseDilatedAttention, BlockSparseRingDilatedAttention
 from .longnet import LongNet, LongNetDecoder, LongNetEncoder, LongNetLM
 from .longnet_config import LongNetConfig, LongNetDecoderConfig, LongNetEncoderConfig, LongNetLMConfig
 from .multihead import (
@@ -19,12 +16,8 @@ from .multihead import (
 )
 from .parts import DenseAttention, FeedForward, magneto_gamma
 from .positions import RotaryEmbedding, XPos
-from .ring import (
-    RingAttentionConfig,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2,
-    RingDilatedAttentionV3,
-)
+from .production import RingAttentionConfig, RingDilatedAttentionProduction
+from .ring import RingDilatedAttentionV2, RingDilatedAttentionV3
 from .transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 __all__ = [
