@@ -46,12 +46,14 @@ dist: $(STAMP)
 
 test: lint types
 	@echo "tests"
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	@$(PYTEST) $(ARGS)
 ifndef ARGS
 	@echo "tests of attention without the native kernel"
-	@DILATED_ATTENTION_ISA=none $(BIN)/python -m pytest -n auto --dist worksteal $(PLAIN)
+	@DILATED_ATTENTION_ISA=none $(PYTEST) $(PLAIN)
 endif
 
+# Tests start processes of several threads beside each other: threads that wait must leave the cores to others.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 PLAIN := $(addprefix tests/,kernels/test_choice.py kernels/test_contract.py decode modules/test_attention.py test_ops.py test_overflow.py)
 
 lint: $(STAMP)

@@ -335,7 +335,8 @@ for model in models:
     actual = torch.autograd.grad((part * shard_sequence(weight)).sum(), tensors)
     for got, want in zip(actual, expected):
         torch.testing.assert_close(shard_sequence(got), shard_sequence(want), rtol=1e-10, atol=1e-10)
-print("rank", dist.get_rank(), "of", dist.get_world_size(), "checked", len(models), "models")
+# In one write, or the lines of two ranks may mix.
+print("rank %d of %d checked %d models\\n" % (dist.get_rank(), dist.get_world_size(), len(models)), end="")
 dist.destroy_process_group()
 """
 

@@ -207,36 +207,47 @@ def attend_shard(tensors: Tensors, call: RankCall) -> Result:
     if call.options.dropout_p:  # ranks that share a seed must not share masks
         drawn = torch.randint(2**61, (1,), device="cpu")
         tensors = tensors._replace(seed=(drawn + call.ring.rank * 2**50) % 2**62)
-    out, *lses = _Attention.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if call.schedule.strategy == "ring":
+        out, lse = _Attention.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return (out, lse) if call.schedule.return_lse else out
+    h, h_kv = call.schedule.shape[2:4]
+    q, k, v = _Exchange.apply(call, True, (h, h_kv, h_kv), *tensors[:3])  # type: ignore[no-untyped-call]
+    tensors = tensors._replace(q=q, k=k, v=v, key_mask=call.whole_mask(tensors.key_mask))
+    out, lse = _Attention.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    results = (out, lse.transpose(1, 2).unsqueeze(-1))[: 1 + call.schedule.return_lse]
+    out, *lses = _Exchange.apply(call, False, (h, h)[: len(results)], *results)  # type: ignore[no-untyped-call]
     return (out, lses[0].squeeze(-1).transpose(1, 2)) if lses else out
 
 
 class _Attention(torch.autograd.Function):
-    """A rank's call; lse is (b, n_local, h, 1). Also a rank without tokens takes part: others wait for it."""
+    """A rank's attention. Also a rank without tokens or gradients takes part: others wait for it."""
 
     @staticmethod
-    def forward(ctx: Any, call: RankCall, *args: Any) -> tuple[Tensor, ...]:
-        tensors, (h, h_kv) = Tensors(*args), call.schedule.shape[2:4]
-        if call.schedule.strategy == "ulysses":
-            q, k, v = call.exchange("forward", True, (h, h_kv, h_kv), tensors[:3])
-            tensors = tensors._replace(q=q, k=k, v=v, key_mask=call.whole_mask(tensors.key_mask))
-        out, lse = call.run(tensors)
+    def forward(ctx: Any, call: RankCall, *tensors: Any) -> tuple[Tensor, ...]:
+        out, lse = call.run(Tensors(*tensors))
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
-        results = (out, lse.transpose(1, 2).unsqueeze(-1))[: 1 + call.schedule.return_lse]
-        if call.schedule.strategy == "ring":
-            return results
-        return tuple(call.exchange("forward", False, (h, h)[: len(results)], results))
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        merged = Merged(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
+        return None, *ctx.call.run(Tensors(*tensors), merged), *(None,) * (len(tensors) - 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """A step of its own in the graph, so that what attention saved is freed before its gradients travel."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RankCall, to_heads: bool, heads: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.way = call, to_heads, heads
+        return tuple(call.exchange("forward", to_heads, heads, tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
-        is_ulysses, (h, h_kv) = call.schedule.strategy == "ulysses", call.schedule.shape[2:4]
-        if is_ulysses:
-            gradients = call.exchange("backward", True, (h, h)[: len(gradients)], gradients)
-        grad_lse = gradients[1].squeeze(-1).transpose(1, 2) if len(gradients) > 1 else None
-        found = call.run(Tensors(*tensors), Merged(out, lse, gradients[0], grad_lse))
-        if is_ulysses:
-            found = call.exchange("backward", False, (h, h_kv, h_kv), found)
-        return None, *found, *(None,) * (len(tensors) - 3)
+        call, to_heads, heads = ctx.way
+        return None, None, None, *call.exchange("backward", not to_heads, heads, gradients)
