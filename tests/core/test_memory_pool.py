@@ -917,3 +917,19 @@ def test_a_signal_handler_gets_its_own_memory() -> None:
     del mine
     got.clear()
     check_consistent(pool)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_memory_waits_for_whatever_sees_it(kind: str, returns: bool) -> None:
+    pool = MemoryPool(MIB)
+    buffer = pool.allocate((64,))
+    address, held = buffer.data_ptr(), HOLDS[kind](buffer)
+    if returns:
+        pool.deallocate(buffer)
+    del buffer
+    others = [pool.allocate((64,)) for _ in range(3)]
+    assert address not in {other.data_ptr() for other in others}
+    assert check_consistent(pool)["in_use_bytes"] == 4 * SMALLEST
+    del held
+    assert pool.allocate((64,)).data_ptr() == address

@@ -206,9 +206,10 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
     """`RingDilatedAttentionV2` that says where the pattern cache keeps what it copied to a device.
 
     Args:
-        cache_on_gpu: copies of cached patterns on the device of a call are kept for the next one. By default
+        cache_on_gpu: copies that the pattern cache makes for a device are kept for the next call. By default
             whenever there is a pattern cache; False copies them anew. The cache serves all modules, and so
-            does this switch: it is on as soon as one of them asks for it.
+            does this switch: it is on as soon as one of them asks for it. What a kernel for GPUs makes of a
+            plan stays with the plan either way.
         branches, options: those of `RingDilatedAttentionV2`.
     """
 
