@@ -116,3 +116,15 @@ def test_masks_that_are_no_pattern(
 ) -> None:
     with pytest.raises(error, match=message):
         BlockPattern.from_block_mask(mask, num_heads=num_heads)
+
+
+def test_a_key_mask_lies_where_the_mask_is_made() -> None:
+    pattern = BlockPattern.from_layout(torch.ones(2, 4, 4) > 0, 64, 16)
+    seen = torch.rand(2, 64) > 0.3
+    assert (
+        pattern.to_block_mask("cpu:0", num_heads=2, key_mask=seen).shape[-1] == 64
+    )  # an index changes nothing
+    with pytest.raises(ValueError, match="on the device of the mask, meta, got cpu"):
+        pattern.to_block_mask("meta", num_heads=2, key_mask=seen)
+    with pytest.raises(ValueError, match=r"shape \(b, n\) with n = 64, got \(2, 63\)"):
+        pattern.to_block_mask(num_heads=2, key_mask=seen[:, 1:])

@@ -933,3 +933,17 @@ def test_memory_waits_for_whatever_sees_it(kind: str, returns: bool) -> None:
     assert check_consistent(pool)["in_use_bytes"] == 4 * SMALLEST
     del held
     assert pool.allocate((64,)).data_ptr() == address
+
+
+def test_statistics_can_be_read_while_new_tags_are_counted() -> None:
+    pool, requests = MemoryPool(), 3000
+
+    def work(thread: int) -> None:
+        for i in range(requests):
+            if thread == 0:
+                pool.get_stats()
+            else:
+                pool.allocate((4,), tag=f"{thread} {i % 1000}", fit="fresh")
+
+    in_threads(work, 4)
+    assert pool.get_stats()["allocation_count"] == 3 * requests

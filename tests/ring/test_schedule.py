@@ -149,3 +149,9 @@ def test_bad_arguments(options: dict, message: str) -> None:
     error = TypeError if "dtype" in options else ValueError
     with pytest.raises(error, match=message):
         plan_ring([8], [1], **{"num_heads": 4, "head_dim": 8, **options})
+
+
+def test_documents_are_planned_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        found = plan_ring([4, 8], [1, 2], 8, num_heads=2, head_dim=4, num_ranks=2, cu_seqlens=[0, 3, 8])
+    assert found.received_bytes(0) >= 0

@@ -114,7 +114,8 @@ class MemoryPool(PerProcess):
         needed, is_scratch = request.needed, request.fit == "scratch"
         if not request.is_kept:
             fresh = _fresh(needed, request.device, request.pinned)
-            self._count(request)
+            with self._lock:
+                self._count(request)
             return self._hand_out(request, fresh, -1)
         with self._lock:
             limit = self.budget
@@ -134,7 +135,7 @@ class MemoryPool(PerProcess):
     def _hand_out(self, request: Request, fresh: torch.UntypedStorage, limit: int) -> Tensor:
         """A tensor in fresh memory, which becomes a block if the pool then holds `limit` bytes at most."""
         buffer = request.tensor_in(fresh)
-        if request.numa and numa_nodes() > 1:
+        if request.numa and request.is_kept and numa_nodes() > 1:
             buffer.zero_()
         with self._lock:
             if self._held() + fresh.nbytes() <= limit:
@@ -143,7 +144,7 @@ class MemoryPool(PerProcess):
                 self._peak = max(self._peak, self._held())
             else:
                 self._loose[buffer] = request.tag
-        return fill_if_deterministic(buffer)
+        return fill_if_deterministic(buffer) if request.device.type == "cpu" else buffer
 
     def deallocate(self, buffer: Tensor, tag: str | None = None) -> None:
         """Returns a buffer, which must have the tag if one is given.

@@ -51,6 +51,7 @@ def ulysses_attention(
     """
     if batch_dim_idx not in (0, 1):
         raise ValueError(f"batch_dim_idx must be 0 or 1, got {batch_dim_idx!r}")
+    batch_dim_idx = int(batch_dim_idx)
     if "head_slice" in options:
         raise TypeError("head_slice follows from group and num_heads here, got one")
     if (more := options.pop("return_lse", False)) is not False:

@@ -19,9 +19,10 @@ from ..ops import Tensors, block_spec, write_recipe
 from ..plan import BlockPattern
 from ..ring.attention import attend_ring_blocks
 from ..ring.call import RingSettings
+from ..ring.comm import Group
 from ..spec import SparsePatternConfig
 from .attention import AttentionModule, Branch, Mask, Number
-from .ring import RingModule
+from .ring import RingModule, Timeout
 
 Config = SparsePatternConfig | Mapping[str, Any] | BlockPattern | None
 _build_by_content = uncompiled(build_block_pattern)  # what is kept depends on values: no compiler traces it
@@ -165,8 +166,22 @@ class BlockSparseRingDilatedAttention(RingModule, BlockSparseDilatedAttention):
         ring_size: as in `RingDilatedAttentionV2`, but it changes nothing in one process, whose tiles are
             small already.
         group, timeout: as in `RingDilatedAttentionV2`.
-        branches, options: those of `BlockSparseDilatedAttention`.
+        options: those of `BlockSparseDilatedAttention`.
     """
+
+    def __init__(
+        self,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
+        sparse_config: Config = None,
+        *,
+        ring_size: int | None = None,
+        group: Group = None,
+        timeout: Timeout = None,
+        **options: Any,
+    ) -> None:
+        ring: dict[str, Any] = {"ring_size": ring_size, "group": group, "timeout": timeout}
+        super().__init__(segment_lengths, dilation_rates, sparse_config, **ring, **options)
 
     def _check_ring(self) -> None:
         super()._check_ring()

@@ -305,7 +305,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield temporary
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # Windows flushes only what is open for writing
             os.fsync(written.fileno())
         os.replace(temporary, path)
     finally:

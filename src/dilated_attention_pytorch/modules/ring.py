@@ -21,7 +21,7 @@ from ..ring.attention import attend_ring
 from ..ring.call import RingSettings
 from ..ring.comm import Group, check_timeout, find_ring
 from ..ring.schedule import STRATEGIES
-from .attention import AttentionModule, DilatedAttention, Mask
+from .attention import AttentionModule, Branch, DilatedAttention, Mask
 
 Timeout = float | timedelta | None
 _T = TypeVar("_T")
@@ -146,12 +146,25 @@ class RingDilatedAttentionV2(RingModule, DilatedAttention):
             pickled.
         strategy: "ring", "ulysses", or "auto" for the cheaper one; nothing to choose in one process.
         timeout: seconds, or a timedelta, that a transfer may take; None leaves it to the group.
-        branches, options: those of `DilatedAttention`. With several processes a call that runs out of memory
+        options: those of `DilatedAttention`. With several processes a call that runs out of memory
             raises and is not tried again, whatever `enable_memory_pool` says: the others would wait for it.
     """
 
-    def __init__(self, *branches: Any, strategy: str = "auto", **options: Any) -> None:
-        super().__init__(*branches, **options)
+    def __init__(
+        self,
+        segment_lengths: Branch = None,
+        dilation_rates: Branch = None,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        ring_size: int | None = None,
+        group: Group = None,
+        strategy: str = "auto",
+        timeout: Timeout = None,
+        **options: Any,
+    ) -> None:
+        ring: dict[str, Any] = {"ring_size": ring_size, "group": group, "timeout": timeout}
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **ring, **options)
         one_of("strategy", strategy, STRATEGIES)
         self.strategy = strategy
 

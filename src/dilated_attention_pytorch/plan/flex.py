@@ -89,8 +89,9 @@ def to_block_mask(
         check_kind("key_mask", key_mask, "a bool", torch.bool)
         if key_mask.dim() != 2 or key_mask.shape[1] != n or layout.shape[0] not in (1, key_mask.shape[0]):
             raise ValueError(f"key_mask must have the shape (b, n) with n = {n}, got {tuple(key_mask.shape)}")
-        if key_mask.device != device:
-            raise ValueError(f"key_mask must be on the device of the mask, {device}, got {key_mask.device}")
+        if key_mask.device != layout.device:
+            found = f"{layout.device}, got {key_mask.device}"
+            raise ValueError(f"key_mask must be on the device of the mask, {found}")
         partial.fill_(True)
     batches, is_causal = layout.shape[0], pattern.is_causal
 

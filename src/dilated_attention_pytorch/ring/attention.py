@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from ..block_sparse import attend_blocks, check_fit
-from ..checks import check_flags, check_positive_int, document_bounds, named_keywords, one_of, whole_numbers
+from ..checks import (
+    check_bounds,
+    check_flags,
+    check_positive_int,
+    document_bounds,
+    named_keywords,
+    one_of,
+    whole_numbers,
+)
 from ..core.pattern_cache import get_block_pattern_cache, get_global_pattern_cache
 from ..core.tracing import uncompiled
 from ..functional import Lengths, Rates, attend as attend_alone, spec_of
@@ -267,9 +275,9 @@ def plan_ring(
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     one_of("strategy", strategy, STRATEGIES[1:])
     check_flags(masked=masked, return_lse=return_lse)
-    docs = None
-    if cu_seqlens is not None:
-        docs = document_bounds(torch.tensor(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62)), total)
+    docs = None if cu_seqlens is None else tuple(whole_numbers("cu_seqlens", cu_seqlens, None, 2**62))
+    if docs is not None:
+        check_bounds(docs, total)
     spec = DilatedSpec(segment_lengths, dilation_rates, is_causal, None, 0.0, head_mixing, head_offsets)
     needs = DilatedNeeds(Shape(batch_size, total, num_heads, num_kv_heads, head_dim), spec, docs)
     how = dtype.itemsize, masked, workspace_bytes, steps, strategy, return_lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from .needs import list_positions
 from .schedule import RingSchedule, Step, Transfer
 
 _T = TypeVar("_T")
-_Buffer = tuple[Tensor, Tensor, Tensor | None]  # memory of a message; in it k and v (2, rows, d), and a mask
 
 
 class RemoteChunk:
@@ -26,11 +25,15 @@ class RemoteChunk:
         self, plan: Plan, step: Step, inputs: Inputs, start: int, keys: Tensor, mask: Tensor | None
     ) -> None:
         assert step.receive is not None
-        self.plan, self.kv, self.inputs, self.keys, self.mask = plan, step.kv, inputs, keys, mask
+        self.plan, self.inputs, self.keys, self.mask = plan, inputs, keys, mask
         self.gradients: Tensor | None = None
-        low, high = step.receive.keys
-        self.span, self.shift = high - low, start - low
-        number, position = _listed(step.receive)
+        transfer, (low, high) = step.receive, step.receive.keys
+        self.first_head, self.span, self.shift = step.kv[0], high - low, start - low
+        # From one batch to the next in the list of needs or, if batches share it, in rows.
+        is_shared = transfer.num_alike > 1
+        self.list_step = 0 if is_shared else step.kv[1]
+        self.row_step = keys.shape[1] // transfer.num_alike if is_shared else 0
+        number, position = _listed(transfer)
         self.order = (number * self.span + position - low).to(keys.device)
         self._last: tuple[Rows, Tensor] | None = None
 
@@ -55,10 +58,18 @@ class RemoteChunk:
             device = self.keys.device
             batch, _, head = rows.places.to(device).unbind(1)
             times = rows.numbers((0, 1, 0), device=device).view(len(batch), -1)
-            number = batch * self.kv[1] + head - self.kv[0]
+            number = batch * self.list_step + head - self.first_head
             index = torch.searchsorted(self.order, number[:, None] * self.span + times + self.shift)
-            self._last = rows, index.flatten()
+            self._last = rows, (index + (batch * self.row_step)[:, None]).flatten()
         return self._last[1]
+
+
+class _Buffer(NamedTuple):
+    """Memory of one message, and where the keys and values (2, rows, d) and their mask lie in it."""
+
+    memory: Tensor
+    keys: Tensor
+    mask: Tensor | None
 
 
 class RingKV:
@@ -74,12 +85,14 @@ class RingKV:
         self.start, self.own = schedule.shard(ring.rank)[0], (FlatRows.of(inputs.k), FlatRows.of(inputs.v))
         self._moving: dict[int, tuple[Pending, _Buffer | None]] = {}
         self._returning: dict[int, tuple[Pending, Tensor | None]] = {}
-        self._begin(0)
+        self._begun = -1  # the last step
+        self._begin_until(0)
 
     def chunks(self, region: Region) -> Iterator[RemoteChunk]:
         """What this rank's queries attend of other ranks, for the key heads of a region."""
         for number in self._numbers(region.kv):
-            if chunk := self._receive(number):
+            chunk = self._receive(number)
+            if chunk is not None:
                 yield chunk
 
     def chunks_with_gradients(self, region: Region, dk: Tensor, dv: Tensor) -> Iterator[RemoteChunk]:
@@ -112,33 +125,39 @@ class RingKV:
         count = self.schedule.steps_a_group
         first = self.schedule.kv_groups.index(kv) * count
         for number in range(first, first + count):
-            self._begin(number + 1)
+            self._begin_until(number + 1)
             yield number
 
-    def _start(self, number: int, receives: list[Message], sends: list[Message], what: str = "") -> Pending:
+    def _what(self, number: int) -> str:
         total = len(self.schedule.kv_groups) * self.schedule.steps_a_group
-        return self.ring.start(f"{self.direction} pass, step {number + 1} of {total}{what}", receives, sends)
+        return f"{self.direction} pass, step {number + 1} of {total}"
 
     def _take(self, name: str, number: int, rows: int) -> _Buffer:
-        k, has_mask = self.inputs.k, self.inputs.key_mask is not None
-        size, slot = 2 * rows * k.shape[-1] * k.element_size(), f"comm_{name}_{number % 2}"
+        k, size = self.inputs.k, 2 * rows * self.inputs.k.shape[-1] * self.inputs.k.element_size()
+        has_mask = self.inputs.key_mask is not None
+        slot = f"comm_{name}_{number % 2}"
         memory = self.inputs.workspace.take(slot, (size + rows * has_mask,), torch.uint8, k.device)
-        return memory, memory[:size].view(k.dtype).view(2, rows, -1), memory[size:] if has_mask else None
+        keys = memory[:size].view(k.dtype).view(2, rows, -1)
+        return _Buffer(memory, keys, memory[size:] if has_mask else None)
 
     def _take_gradients(self, name: str, number: int, rows: int) -> Tensor:
         shape, slot = (2, rows, self.inputs.k.shape[-1]), f"comm_grad_{name}_{number % 2}"
         return self.inputs.workspace.take(slot, shape, self.inputs.accumulate_dtype, self.inputs.k.device)
 
-    def _begin(self, number: int) -> None:
+    def _begin_until(self, last: int) -> None:
+        for number in range(self._begun + 1, last + 1):
+            if step := self.steps.get(number):
+                self._begin(step)
+        self._begun = max(self._begun, last)
+
+    def _begin(self, step: Step) -> None:
         """Sends and receives keys, values and masks."""
-        step, buffer = self.steps.get(number), None
-        if step is None:
-            return
         receives, sends = list[Message](), list[Message]()
+        number, arriving = step.number, None
         _wait_for_slot(self._moving, number)
         if step.receive is not None:
-            buffer = self._take("in", number, step.receive.rows)
-            receives.append((step.receive.peer, buffer[0]))
+            arriving = self._take("in", number, step.receive.rows)
+            receives.append((step.receive.peer, arriving.memory))
         if step.send is not None:
             memory, keys, mask = self._take("out", number, step.send.rows)
             index = {x: self._index(step.send, x, step.kv) for x in {own.steps for own in self.own}}
@@ -149,7 +168,7 @@ class RingKV:
                 of_mask = self._index(step.send, (flags.shape[1], 1, 0), step.kv)
                 torch.index_select(flags.flatten(), 0, of_mask, out=mask)
             sends.append((step.send.peer, memory))
-        self._moving[number] = self._start(number, receives, sends), buffer
+        self._moving[number] = self.ring.start(self._what(number), receives, sends), arriving
 
     def _receive(self, number: int) -> RemoteChunk | None:
         if number not in self._moving:
@@ -158,21 +177,24 @@ class RingKV:
         pending.wait_arrived()
         if buffer is None:
             return None
-        plan, (_, keys, mask) = self.schedule.plan(self.ring.rank, self.direction, step), buffer
-        return RemoteChunk(plan, step, self.inputs, self.start, keys, None if mask is None else mask.bool())
+        plan = self.schedule.plan(self.ring.rank, self.direction, step)
+        mask = None if buffer.mask is None else buffer.mask.bool()
+        return RemoteChunk(plan, step, self.inputs, self.start, buffer.keys, mask)
 
     def _return(self, number: int, chunk: RemoteChunk | None) -> None:
         """Sends the gradients of a chunk, and receives those of what was sent in its step."""
-        step, arriving = self.steps.get(number), None
+        step = self.steps.get(number)
         if step is None:
             return
         receives, sends = list[Message](), list[Message]()
+        arriving = None
         if step.receive is not None and chunk is not None and chunk.gradients is not None:
             sends.append((step.receive.peer, chunk.gradients))
         if step.send is not None:
             arriving = self._take_gradients("in", number, step.send.rows)
             receives.append((step.send.peer, arriving))
-        self._returning[number] = self._start(number, receives, sends, ", gradients"), arriving
+        what = f"{self._what(number)}, gradients"
+        self._returning[number] = self.ring.start(what, receives, sends), arriving
 
     def _collect(self, number: int | None, sums: tuple[FlatRows, FlatRows]) -> None:
         """Adds the gradients that arrived in a step."""
@@ -186,18 +208,22 @@ class RingKV:
                 total.rows.index_add_(0, index, part)
 
     def _index(self, transfer: Transfer, steps: tuple[int, int, int], kv: Range) -> Tensor:
-        """The numbers of a transfer's keys of heads `kv`, where (batch, token, head) count `steps` rows."""
+        """The numbers of a transfer's keys where (batch, token, head) count `steps` rows.
+
+        The heads of the transfer are `kv`, (first, number), there.
+        """
         number, position = _listed(transfer)
-        batch, head = number // kv[1], kv[0] + number % kv[1]
-        index = batch * steps[0] + (position - self.start) * steps[1] + head * steps[2]
-        return index.to(self.inputs.k.device)
+        index = (position - self.start) * steps[1] + (kv[0] + number % kv[1]) * steps[2]
+        index += number // kv[1] * steps[0]
+        batches = torch.arange(transfer.num_alike, device="cpu") * steps[0]
+        return (batches[:, None] + index).flatten().to(self.inputs.k.device)
 
 
 def _listed(transfer: Transfer) -> tuple[Tensor, Tensor]:
-    """(batch * heads + head, position) of each key of a transfer, in the order in which they are sent."""
+    """The number of its list of needs, and the position, of each key of a transfer."""
     lists = [list_positions(needed) for needed in transfer.needs]
-    counts = torch.tensor([len(x) for x in lists], device="cpu").repeat(transfer.num_alike)
-    return torch.repeat_interleave(counts), torch.cat(lists).repeat(transfer.num_alike)
+    counts = torch.tensor([len(x) for x in lists], device="cpu")
+    return torch.repeat_interleave(torch.arange(len(lists), device="cpu"), counts), torch.cat(lists)
 
 
 def _wait_for_slot(moving: dict[int, tuple[Pending, _T]], number: int) -> None:

@@ -79,7 +79,7 @@ def open_corpus(paths: Sequence[str], suffixes: Sequence[str] = ()) -> Corpus:
     """
     files = [file for path in paths for file in _files_of(Path(path), suffixes) if file.stat().st_size]
     if not files:
-        raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths)}")
+        raise ConfigError(f"data must be files of text, or folders of them, got {', '.join(paths) or 'none'}")
     ends = tuple(accumulate(file.stat().st_size for file in files))
     return Corpus(tuple(files), ends, 0, ends[-1])
 

@@ -253,7 +253,11 @@ def _train(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out must be a folder, got the file {folder}")
     if config.tensorboard:
-        import_module(files.TENSORBOARD)
+        try:
+            import_module(files.TENSORBOARD)
+        except ImportError:
+            rule = "tensorboard needs the package tensorboard, which is missing"
+            raise ConfigError(f"{rule}: pip install 'dilated-attention[train]'") from None
     run = Run(config, folder, ranks)
     problems = run.resume() if resume else []
     folder.mkdir(parents=True, exist_ok=True)  # not before all is well: a refused run leaves nothing
