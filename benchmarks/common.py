@@ -43,12 +43,15 @@ from dilated_attention_pytorch.cli.bench.record import (
     to_markdown,
     write_text,
 )
+from dilated_attention_pytorch.cli.report import Series, line_chart
 from dilated_attention_pytorch.reference import dilated_attention_reference
 from dilated_attention_pytorch.spec import DilatedSpec, Execution
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REDUCED_LENGTH = 256
 WARMUP_LENGTH = 1024
+INK, PAPER = "#1d2125", "#ffffff"
+NO_CHARTS = "the picture is drawn by matplotlib: pip install 'dilated-attention[charts]'"
 # Tensors of a candidate lie one after the other in memory and start over beyond this many elements: enough to
 # leave every cache between two uses of a row, and little enough to fit beside the other candidate.
 ARENA_NUMEL = 2**25
@@ -213,6 +216,20 @@ def show_config(config: dict[str, Any]) -> str:
     return f"h = {config['h']}, d = {config['d']}, {show_branches(config)}{causal}{precision}"
 
 
+def picture(series: Sequence[Series], **how: Any) -> str:
+    """A line chart as a file of its own."""
+    svg = line_chart(series, **how)
+    if svg is None:
+        raise ValueError(NO_CHARTS)
+    return as_file(svg)
+
+
+def as_file(svg: str) -> str:
+    """An `<svg>` on paper: as a file it has no page around it, whose colours it could take."""
+    head, rest = svg.split(">", 1)
+    return f'{head}><rect width="100%" height="100%" fill="{PAPER}"/>{rest}\n'.replace("currentColor", INK)
+
+
 def replace_between_markers(text: str, table: str, name: str) -> str:
     """The text with everything between the markers of a name replaced by the table."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -227,12 +244,12 @@ def update_page(page: Path, table: str, name: str = "bench") -> None:
     write_text(page, replace_between_markers(page.read_text(encoding="utf-8"), table, name))
 
 
-def main(name: str, arguments: Sequence[str] | None = None) -> int:
+def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
     """The program of a suite; 1 for a wrong answer, 2 for a wrong command line."""
     suite: Any = import_module(name)  # by its name, so that child processes find its functions
     record_file = RESULTS / f"{name}.json"
     parser = argparse.ArgumentParser(
-        prog=f"benchmarks/{name}.py",
+        prog=prog or f"benchmarks/{name}.py",
         description=suite.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -241,8 +258,13 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
     add("--only", default="", metavar="TEXT", help="only cases with TEXT in their name")
     add("--list", action="store_true", help="list the cases, measure nothing")
     add("--repeats", type=int, metavar="N", help="rounds of the cases that are timed in rounds")
-    add("--threads", type=int, metavar="N", help="of each process (default: as torch chooses)")
     add("--out", type=Path, metavar="FILE", help="write the record as JSON, after each case")
+    add("--resume", action="store_true", help="measure only what the record of --out lacks")
+    if hasattr(suite, "WORKERS"):
+        text = f"cases at a time, in processes of one thread (default: {suite.WORKERS})"
+        add("--workers", type=int, default=suite.WORKERS, metavar="N", help=text)
+    else:
+        add("--threads", type=int, metavar="N", help="of each process (default: as torch chooses)")
     stored = f"measure nothing, take the figures from a record (default: results/{name}.json)"
     add("--render", type=Path, nargs="?", const=record_file, metavar="RECORD", help=stored)
     pages = "put the table between the markers of PAGE; may be given more than once"
@@ -255,6 +277,8 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
     cases = [case for case in (suite.QUICK if options.quick else suite.CASES) if options.only in case.name]
     if not cases:
         parser.error(f"no case has {options.only!r} in its name; see --list")
+    if options.resume and (not options.out or options.only):
+        parser.error("--resume goes on with all cases of the record of --out, got --only or no --out")
     try:
         check_places(options.out, picture, *options.update)
         for page in options.update:
@@ -279,8 +303,9 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> Record:
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    workers = getattr(options, "workers", 1)
+    threads = 1 if hasattr(options, "workers") else options.threads
+    before = torch.get_num_threads()
 
     def run(case: Any, say_of_case: Say) -> Result:
         if options.repeats is not None and case.repeats > 1:
@@ -290,4 +315,9 @@ def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> R
             say(f"    {figure.name}: {', target '.join(filter(None, result.shown(figure)))}")
         return result
 
-    return measure_all(cases, run, options.out)
+    known = read_record(options.out) if options.resume and options.out.exists() else None
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        return measure_all(cases, run, options.out, known=known, workers=workers)
+    finally:
+        torch.set_num_threads(before)

@@ -11,18 +11,17 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from common import main
+from common import main, picture
 
 from dilated_attention_pytorch.cli.bench.candidates import Config
 from dilated_attention_pytorch.cli.bench.cases import SECTION, Case, run_case
 from dilated_attention_pytorch.cli.bench.record import Record
-from dilated_attention_pytorch.cli.report import Series, line_chart
+from dilated_attention_pytorch.cli.report import Series
 from dilated_attention_pytorch.spec import branches_for
 
 NAMES = {"sdpa": "dense (SDPA)", "dilated_attention": "dilated", "block_sparse_attention": "block-sparse"}
 HEADS, HEAD_DIM, KEYS = 8, 64, 2048
 LONGEST_DENSE = 32768  # twice as long takes four times the time, a minute a call on two cores
-INK, PAPER = "#1d2125", "#ffffff"
 
 
 def make_case(n: int) -> Case:
@@ -60,11 +59,7 @@ def draw(record: Record) -> str:
         series += [Series(label, points)] if points else []
     title = f"Time of one call on {record.machine['cores']} CPU cores"
     how = {"x_label": "tokens", "y_label": "milliseconds", "chart_id": "lengths", "y_text": "{:,.0f}".format}
-    svg = line_chart(series, title=title, **how)
-    if svg is None:
-        raise ValueError("the picture is drawn by matplotlib: pip install 'dilated-attention[charts]'")
-    head, rest = svg.split(">", 1)  # as a file it has no page around it, whose colours it could take
-    return f'{head}><rect width="100%" height="100%" fill="{PAPER}"/>{rest}\n'.replace("currentColor", INK)
+    return picture(series, title=title, **how)
 
 
 if __name__ == "__main__":

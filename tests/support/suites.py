@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = ("cpu", "native", "memory", "sparse", "ranks", "models", "peers", "lengths", "limit", "forecast")
-SUITES += ("quality", "slides")
-# The record of slides needs a checkout of torchscale, and may be missing.
-RECORDED = tuple(name for name in SUITES if name != "slides" or (RESULTS / "slides.json").exists())
+SUITES += ("slides", "reach", "language", "choice")
+# The record of slides needs a checkout of torchscale; those of quality take hours and may be under way.
+RARE = ("slides", "reach", "language", "choice")
+RECORDED = tuple(name for name in SUITES if name not in RARE or (RESULTS / f"{name}.json").exists())
 
 
 def suite(name: str) -> Any:
     return import_module(name)
+
+
+def is_whole(name: str) -> bool:
+    """Whether a record holds all cases of its suite; else `--resume` goes on, and no page shows it."""
+    file = RESULTS / f"{name}.json"
+    results = json.loads(file.read_text())["results"] if file.exists() else []
+    return name not in RARE or len(results) == len(suite(name).CASES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from dilated_attention_pytorch.cli.bench import measure
 from dilated_attention_pytorch.cli.bench.measure import NotMeasurableError, Timing, interleave
 from dilated_attention_pytorch.core.host_memory import Memory
 from support.child import child
+from support.programs import ROOT
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,17 @@ def test_a_child_tells_what_it_found_or_why_it_could_not(what: str, why_not: str
     if why_not is None:
         assert found.counts["threads"] == torch.get_num_threads()
         assert found.counts["pid"] != os.getpid()
+
+
+def test_a_child_ends_with_its_parent_even_if_that_was_killed() -> None:
+    script = "from support.child import child; from dilated_attention_pytorch.cli.bench import measure; "
+    script += "measure.measure_in_child(child, 'announce')"
+    where = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=where) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"announce\n"
+        parent.kill()
+        parent.communicate(timeout=30)  # which waits for all that could still write
 
 
 def test_a_call_too_large_for_the_machine_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import memory
 import models
 import native
 import pytest
-import quality
 import ranks
 import ring_plans
 import sparse
@@ -331,37 +330,6 @@ def test_figures_that_could_not_be_measured_are_none() -> None:
     memory_of_ranks = ranks.RingMemoryCase("m", RING, 200, target=1.15)
     for case in (sparse.SparseMemoryCase("m", SPARSE, 200), memory_of_ranks):
         assert {(x.value, x.met) for x in case.figures(Measured(why_not="no"))} == {(None, None)}
-
-
-@pytest.mark.parametrize("case", quality.CASES, ids=lambda case: case.name)
-def test_models_of_quality_differ_in_their_attention_alone(case: quality.QualityCase) -> None:
-    dense, dilated, blocks = (quality.train_config(case, name) for name in quality.ATTENTIONS)
-
-    def differ(one: Any, other: Any) -> set[str]:
-        return {x.name for x in fields(one) if getattr(one, x.name) != getattr(other, x.name)}
-
-    assert differ(dense, dilated) == {"segment_lengths", "dilation_rates"}
-    assert differ(dilated, blocks) == {"kind", "attention_options"}
-
-
-def test_models_of_quality_begin_with_the_same_weights() -> None:
-    """With weights alike, models whose attentions see everything give the same logits."""
-    config = common.Config(2, 16, (128,), (1,), is_causal=True)
-    runs = quality.start_runs(replace(quality.QUICK[0], kept=1.0, config=config), Path())
-    tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        dense, *others = (run.model.eval()(tokens) for run in runs.values())
-    for logits in others:
-        torch.testing.assert_close(logits, dense, rtol=0, atol=1e-5)
-    assert dense.std() > 0.01
-
-
-def test_quality_repeats() -> None:
-    counts = [quality.QUICK[0].run(silent).counts for _ in range(2)]
-    assert counts[0] == counts[1]
-    bits = [counts[0][f"bits {name}"] / counts[0]["validation bytes"] for name in quality.ATTENTIONS]
-    assert all(4.0 < value < 8.0 for value in bits)  # 8 bits know nothing
-    assert len(set(bits)) == 3  # three attentions, not thrice the same
 
 
 PLAN_BEGIN, PLAN_END = "<!-- plan:begin -->", "<!-- plan:end -->"

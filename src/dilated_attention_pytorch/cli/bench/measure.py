@@ -8,13 +8,14 @@ import platform
 import re
 import statistics
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe, get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ...kernels.triton import tuned
 PACKAGE = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+_STARTING = threading.Lock()
 
 
 class Timing(tuple[float, ...]):
@@ -164,17 +166,19 @@ def measure_in_child(
 def start_process(threads: int, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
     """A new interpreter that calls `target`, with so many threads from its beginning."""
     process = get_context("spawn").Process(target=target, args=arguments)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        process.start()
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+    with _STARTING:  # the environment is one for all threads
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        try:
+            process.start()
+        finally:
+            del os.environ["OMP_NUM_THREADS"]
+            os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
     return process
 
 
 def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")  # the parent's gate has shown them
     torch.manual_seed(0)
     try:
@@ -186,6 +190,13 @@ def _answer(sender: Connection, measure: Callable[..., Measured], *arguments: An
             raise
         found = Measured(why_not=f"out of memory: {error}")
     sender.send(found)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can end nobody."""
+    if (parent := parent_process()) is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def machine_facts() -> dict[str, str | int | float | None]:
@@ -230,7 +241,8 @@ def project_facts() -> dict[str, str | bool | None]:
     # A package installed below some other project's checkout must not report that project's commit.
     is_own = root is not None and (Path(root) / "src" / PACKAGE.name).resolve() == PACKAGE
     commit = _git("rev-parse", "--verify", "HEAD") if is_own else None
-    changes = _git("status", "--porcelain", "--", str(PACKAGE)) if commit else None
+    measured = (str(PACKAGE), str(PACKAGE.parents[1] / "benchmarks" / "**.py"))
+    changes = _git("status", "--porcelain", "--", *measured) if commit else None
     return {"version": number, "commit": commit, "changed": bool(changes)}
 
 

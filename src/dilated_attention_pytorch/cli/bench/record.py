@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,29 +117,84 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """How results of one kind are shown: a title, a table, and the sizes of a case in a few words."""
+    """How results of one kind are shown: a title, a table, and the sizes of a case in a few words.
+
+    `more` are further tables of the same results, by title.
+    """
 
     title: str
     table: Callable[[Sequence[Result]], Table]
     describe: Callable[[dict[str, Any]], str]
     has_rounds: bool = True
     has_spread: bool = True
+    more: Mapping[str, Callable[[Sequence[Result]], Table]] = field(default_factory=dict)
 
 
 def measure_all(
-    cases: Sequence[Any], measure: Callable[[Any, Say], Result], out: Path | None = None, **facts: str
+    cases: Sequence[Any],
+    measure: Callable[[Any, Say], Result],
+    out: Path | None = None,
+    *,
+    known: Record | None = None,
+    workers: int = 1,
+    **facts: str,
 ) -> Record:
-    """The record of all cases, stored after each: an interrupted run keeps what it has."""
+    """The record of all cases, in their order, stored after each: an interrupted run keeps what it has.
+
+    What a `known` record holds of the same cases is taken from it. Of `workers` that many measure at a time;
+    `measure` then has to start a process of its own.
+    """
     record = Record(project_facts(), {**machine_facts(), **facts}, ())  # before measuring raises the load
     load, cores = record.machine["load"], record.machine["cores"]
     if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
         say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")
-    for number, case in enumerate(cases, 1):
-        result = measure(case, lambda text, number=number: say(f"[{number}/{len(cases)}] {text}"))  # type: ignore[misc]
-        record = replace(record, results=(*record.results, result))
+    places = {case.name: place for place, case in enumerate(cases)}
+    found = {} if known is None else _take_over(known, record, {x.name: case_of(x) for x in cases})
+
+    def measure_one(case: Any) -> Result:
+        number = f"[{places[case.name] + 1}/{len(cases)}]"
+        return measure(case, lambda text: say(f"{number} {text}"))
+
+    for result in _in_turn(measure_one, [case for case in cases if case.name not in found], workers):
+        found[result.name] = result
+        record = replace(record, results=tuple(sorted(found.values(), key=lambda x: places[x.name])))
         if out:
             write_text(out, to_json(record))
-    return record
+    return replace(record, results=tuple(found[case.name] for case in cases))
+
+
+def _in_turn(measure: Callable[[Any], Result], cases: Sequence[Any], workers: int) -> Iterable[Result]:
+    """Results as they come. After an error nothing more is begun, and what is under way still comes."""
+    if workers == 1:
+        yield from map(measure, cases)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        waiting, error = [pool.submit(measure, case) for case in cases], None
+        try:
+            for each in as_completed(waiting):
+                if each.cancelled():
+                    continue
+                if found := each.exception():
+                    error = error or found
+                    for other in waiting:
+                        other.cancel()  # which wakes this loop, unlike a shutdown
+                else:
+                    yield each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if error:
+        raise error
+
+
+def _take_over(known: Record, now: Record, wanted: Mapping[str, dict[str, Any]]) -> dict[str, Result]:
+    """What was measured of the same cases, each with the commit that it is of if that is another."""
+    if other := [x for x in ("cpu", "torch", "threads") if known.machine.get(x) != now.machine.get(x)]:
+        facts = ", ".join(f"{x} {known.machine.get(x)}, now {now.machine.get(x)}" for x in other)
+        raise ValueError(f"a record must go on with what it was begun with, got {facts}")
+    same = [x for x in known.results if wanted.get(x.name) == x.case and not x.why_not]
+    commit = known.project.get("commit")
+    notes = {} if commit == now.project.get("commit") else {"commit": str(commit)}
+    return {result.name: replace(result, notes={**notes, **result.notes}) for result in same}
 
 
 def say(text: str) -> None:
@@ -204,7 +260,7 @@ def to_markdown(record: Record, sections: Mapping[str, Section]) -> str:
     """Tables by kind of case, and the sentence that says where they come from."""
     parts = []
     for title, table, sizes in _tables(record, sections):
-        parts += [title, str(table), "\n".join(f"- {sentence}" for sentence in sizes)]
+        parts += [title, str(table), *(["\n".join(f"- {sentence}" for sentence in sizes)] if sizes else [])]
     return "\n\n".join([*parts, origin(record, sections)]) + "\n"
 
 
@@ -238,6 +294,8 @@ def _tables(record: Record, sections: Mapping[str, Section]) -> Iterator[tuple[s
                 names.setdefault(section.describe(result.case), []).append(result.name)
             sizes = [f"{', '.join(of)}: {words}." for words, of in names.items()]
             yield section.title, section.table(results), sizes
+            for title, table in section.more.items():
+                yield title, table(results), []
 
 
 def origin(record: Record, sections: Mapping[str, Section]) -> str:
@@ -245,21 +303,28 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
     project, machine = record.project, record.machine
     commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""
+    older = [result.notes["commit"] for result in record.results if "commit" in result.notes]
+    changed += "".join(f", {older.count(each)} cases at {each[:12]}" for each in dict.fromkeys(older))
     dtypes = {result.case["config"].get("dtype", "float32") for result in record.results} or {"float32"}
     timed = [x for x in record.results if x.seconds and sections[x.case["kind"]].has_rounds]
     repeats = sorted({result.repeats for result in timed})
-    rounds = f", {' or '.join(map(str, repeats))} round{'' if repeats == [1] else 's'}" if repeats else ""
+    rounds = f", {_plural(' or '.join(map(str, repeats)), 'round')}" if repeats else ""
     has_spread = any(sections[result.case["kind"]].has_spread for result in timed)
     legend = " Times: minimum (median ± half the quartile distance)." if has_spread else ""
     kernel = f", kernel {machine['kernel']}" if machine.get("kernel") else ""
     load = machine.get("load")
+    threads = _plural(machine.get("threads"), "thread")
     busy = "" if load is None else f", load average {load} before the run"
     return (
         f"Version {project.get('version') or 'unknown'}{commit}{changed}; "
         f"{' and '.join(sorted(dtypes, reverse=True))} on "
-        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('threads')} threads{kernel}; "
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, {threads}{kernel}; "
         f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
     )
+
+
+def _plural(count: Any, noun: str) -> str:
+    return f"{count} {noun}{'' if str(count) == '1' else 's'}"
 
 
 def check_places(*files: Path | None) -> None:
