@@ -20,7 +20,7 @@ import torch
 from attentions import VARIANTS, attend, attention_error, branches_of, lacking, reached_from
 from common import Config, Say, run_case
 from corpus import Sources
-from language import LanguageCase, bits_at, curve, last_quarter, spread
+from language import END, LanguageCase, Stage, end_cells
 from reach import ReachCase, accuracy, share
 
 from dilated_attention_pytorch.cli.bench.gate import accept
@@ -30,7 +30,7 @@ from dilated_attention_pytorch.plan.dilated import plan_dilated
 from dilated_attention_pytorch.plan.runs import Shape
 from dilated_attention_pytorch.spec import DilatedSpec
 
-HEADS, HEAD_DIM, CONTEXT, TOTAL = 8, 8, 16384, 2**22
+HEADS, HEAD_DIM, SHORT, CONTEXT = 8, 8, 1024, 16384
 LAYERS = (1, 2, 3)  # through which the reach is told
 KEYS = 64  # of which it is found what they reach
 
@@ -62,16 +62,15 @@ def measure(case: ChoiceCase, sources: Sources) -> Measured:
     """Trains and tests both models in this process, on one core."""
     texts, needles = language.measure(case.language, sources), reach.measure(case.reach)
     counts = {**texts.counts, **needles.counts, **count_reach(case)}
-    seconds = {"training": texts.seconds["training"]}
-    seconds["wall"] = (texts.seconds["wall"][0] + needles.seconds["wall"][0],)
-    return Measured(None, counts, seconds)
+    wall = texts.seconds["wall"][0] + needles.seconds["wall"][0]
+    return Measured(None, counts, {**texts.seconds, "wall": (wall,)})
 
 
 def count_reach(case: ChoiceCase) -> dict[str, int]:
     """Query-key pairs, and those in reach through so many layers, of some keys of the longest sequence."""
     n, h = case.reach.lengths[-1], case.config.h
     spec = DilatedSpec(*case.config.branches, is_causal=True, **dict(case.language.options))
-    context = case.language.context
+    context = case.language.stages[-1].context
     scored = plan_dilated(spec, Shape(1, context, h, h, case.config.d), itemsize=4).num_defined_pairs
     counts = {"pairs": scored, "pairs dense": h * context * (context + 1) // 2}
     keys = torch.randint(n, (min(n, KEYS),), generator=torch.Generator().manual_seed(case.reach.seed))
@@ -84,11 +83,15 @@ def count_reach(case: ChoiceCase) -> dict[str, int]:
 
 def make_case(variant: str, seed: int) -> ChoiceCase:
     options = VARIANTS[variant].options
-    config = Config(HEADS, HEAD_DIM, *branches_of(variant, CONTEXT, HEADS), is_causal=True)
+    short, config = (
+        Config(HEADS, HEAD_DIM, *branches_of(variant, n, HEADS), is_causal=True) for n in (SHORT, CONTEXT)
+    )
     name = f"{variant}, seed {seed}"
-    text = LanguageCase(name, variant, CONTEXT, seed, config, (CONTEXT,), CONTEXT, TOTAL, options)
+    first, then = Stage(SHORT, short, 4 * 2**20, 4096, 8), Stage(CONTEXT, config, 2 * 2**20, 16384, 8)
+    text = LanguageCase(name, variant, seed, config, first, (then,), options)
     like = next(x for x in reach.CASES if (x.task, x.attention, x.seed) == ("copy", "dilated", seed))
     needles = replace(like, name=name, attention=variant, config=config, lengths=(8192, 32768))
+    needles = replace(needles, test_tokens=2**18)
     return ChoiceCase(name, variant, config, text, needles)
 
 
@@ -96,11 +99,12 @@ CASES = tuple(make_case(variant, seed) for variant in VARIANTS for seed in langu
 
 
 def _quick(variant: str) -> ChoiceCase:
+    text, options = language.QUICK[0], VARIANTS[variant].options
     config = Config(8, 4, *branches_of(variant, 256, 8), is_causal=True)
-    text = replace(language.QUICK[0], name=variant, attention=variant, config=config)
-    text = replace(text, options=VARIANTS[variant].options)
-    needles = replace(reach.QUICK[1], name=variant, attention=variant, config=config)
-    return ChoiceCase(f"quick {variant}", variant, config, text, needles)
+    first, then = (replace(stage, config=config) for stage in (text.first, text.stages[-1]))
+    given = {"name": variant, "attention": variant, "config": config}
+    text = replace(text, first=first, stages=(then,), options=options, **given)
+    return ChoiceCase(f"quick {variant}", variant, config, text, replace(reach.QUICK[1], **given))
 
 
 QUICK = tuple(_quick(variant) for variant in ("first 1,024, ratio 2", "grouped heads"))
@@ -119,24 +123,19 @@ def make_table(results: Sequence[Result]) -> Table:
     for result in results:
         if not result.why_not:
             groups.setdefault(result.case["variant"], []).append(result)
-    seconds = {name: mean(sum(x.seconds["training"]) for x in seeds) for name, seeds in groups.items()}
-    least = min(seconds.values())
     lengths = results[0].case["reach"]["lengths"]
+    context = results[0].case["language"]["stages"][-1]["context"]
     rows = []
     for name, seeds in groups.items():
         counts = seeds[0].counts
-        cells = [f"{100 * counts['pairs'] / counts['pairs dense']:.1f}"]
-        cells += [spread([curve(x.counts)[-1][1] for x in seeds]), spread([bits_at(x, least) for x in seeds])]
-        cells.append(spread([100 * last_quarter(x) for x in seeds], 1))
-        cells += [f"{seconds[name]:.0f}", f"{mean(x.seconds['wall'][0] for x in seeds):.0f}"]
+        cells = [f"{100 * counts['pairs'] / counts['pairs dense']:.1f}", *end_cells(groups, name, context)]
         cells += [share([accuracy([x.counts], n) for x in seeds]) for n in lengths]
         later = sum(x.counts["later"] for x in seeds)
         reached = [sum(x.counts[f"reached {layers}"] for x in seeds) for layers in LAYERS]
         cells += [f"{100 * each / later:.0f}" for each in reached]
-        rows.append([name, *cells])
-    head = ["setting", "pairs, % of dense", "bits per byte, equal bytes", "equal time"]
-    head += ["gained by the last quarter, %", "training, core s", "wall, s"]
-    head += [*(f"copy at {n:,}, %" for n in lengths), *(f"in reach of {layers}, %" for layers in LAYERS)]
+        rows.append([name, *cells, f"{mean(x.seconds['wall'][0] for x in seeds):.0f}"])
+    head = ["setting", "pairs, % of dense", *END, *(f"copy at {n:,}, %" for n in lengths)]
+    head += [*(f"in reach of {layers}, %" for layers in LAYERS), "wall s a seed"]
     return lacking(results, Table(head, rows))
 
 

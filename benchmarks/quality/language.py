@@ -4,16 +4,18 @@
     python benchmarks/quality language --render --update docs/quality.md --markers language
     python benchmarks/quality language --render --picture docs/images/language.svg
 
-Models of a context and a seed begin with the same weights and see the same bytes in the same order. The
-learning rate is constant after its warmup, so that every point of a curve is the end of a shorter run. The
-packages to train on are downloaded once; one that no model has seen is predicted.
+A model is trained with a short context first, in small steps. From there it goes on three times, with the
+short context and with longer ones, in steps of the same bytes. Models of a seed begin with the same weights
+and see the same bytes in the same order. The learning rate is constant after its warmup, so that every point
+of a curve is the end of a shorter run. The packages to train on are downloaded once; one that no model has
+seen is predicted.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -45,29 +47,40 @@ FLAT = 0.01  # of the bits: what the last quarter of the bytes may still gain on
 
 
 @dataclass(frozen=True)
-class LanguageCase:
-    """Bits per byte of one model over its training, by position, and of the same last bytes by context.
+class Stage:
+    """Training with one context: its attention, its bytes in all and of a step, and points of its curve."""
 
-    `config` is its attention, `options` are of its attention modules; of a run of `total_bytes` there are
-    `points` points. `tests` sequences end with the bytes that are predicted with each of `contexts`, of which
-    the last is that of training; `longest` is the longest of all cases. Of `packages` the last is predicted;
-    without any it is the standard library.
+    context: int
+    config: Config
+    total_bytes: int
+    batch_bytes: int
+    points: int
+
+    @property
+    def steps(self) -> int:
+        return self.total_bytes // self.batch_bytes
+
+
+@dataclass(frozen=True)
+class LanguageCase:
+    """Bits per byte of the models of a seed over their training, by position, and of the same last bytes.
+
+    All go on from the model of the stage `first`, a model each stage of `stages`; `config` is the attention
+    of the last, and `options` are of all attention modules. `tests` sequences as long as the longest context
+    end with the bytes that are predicted with each context up to the model's own. Of `packages` the last is
+    predicted; without any it is the standard library.
     """
 
     name: str
     attention: str
-    context: int
     seed: int
     config: Config
-    contexts: tuple[int, ...]
-    longest: int
-    total_bytes: int
+    first: Stage
+    stages: tuple[Stage, ...]
     options: tuple[tuple[str, str], ...] = ()
     layers: int = 2
     dim_feedforward: int = 256
-    batch_bytes: int = 16384
-    learning_rate: float = 8e-3
-    points: int = 16
+    learning_rate: float = 5e-3
     validation_bytes: int = 2**17
     tests: int = 64
     packages: tuple[str, ...] = tuple(corpus.PACKAGES)
@@ -75,17 +88,24 @@ class LanguageCase:
     kind: ClassVar[str] = "language"
 
     def run(self, say: Say) -> Measured:
-        error = accept(self.name, reduced_error(self.config, self.context, backward=True))
-        say(f"{self.name}: attention right within {error:.0e}, training on {self.total_bytes:,} bytes")
+        errors = [reduced_error(x.config, x.context, backward=True) for x in (self.first, *self.stages)]
+        error = accept(self.name, max(errors))
+        say(f"{self.name}: attention right within {error:.0e}")
         found = measure_in_child(measure, self, corpus.open_sources(self.packages))
         return Measured(error, found.counts, found.seconds, found.why_not)
 
     def figures(self, found: Measured) -> list[Figure]:
-        """Bits per byte in the end, and of the last bytes of the tests with all context."""
-        if found.why_not:
-            return [Figure("bits per byte", None), Figure("bits of the last bytes", None)]
-        last = per_byte(found.counts, f"last {self.context}")
-        return [Figure("bits per byte", curve(found.counts)[-1][1]), Figure("bits of the last bytes", last)]
+        """Of each context bits per byte in the end, and of the last bytes of the tests with all context."""
+        figures = []
+        for stage in self.stages:
+            n, counts = stage.context, found.counts
+            bits = None if found.why_not else curve(counts, n)[-1][1]
+            last = None if found.why_not else per_byte(counts, f"{n}: last {n}")
+            figures += [
+                Figure(f"context {n:,}: bits per byte", bits),
+                Figure(f"context {n:,}: last bytes", last),
+            ]
+        return figures
 
 
 def per_byte(counts: dict[str, int], name: str) -> float:
@@ -93,15 +113,16 @@ def per_byte(counts: dict[str, int], name: str) -> float:
     return counts[f"bits {name}"] / counts[f"bytes {name}"]
 
 
-def curve(counts: dict[str, int]) -> list[tuple[int, float]]:
-    """Bytes seen in training, and bits per byte then."""
-    names = [name.removeprefix("bits ") for name in counts if name.startswith("bits after ")]
-    return [(int(name.split()[1]), per_byte(counts, name)) for name in names]
+def curve(counts: dict[str, int], context: int) -> list[tuple[int, float]]:
+    """Bytes seen, in the first stage and in that of the context, and bits per byte after them."""
+    starts = tuple(f"bits {stage}: after " for stage in (FIRST, context))
+    names = [name.removeprefix("bits ") for name in counts if name.startswith(starts)]
+    return [(int(name.split()[-1]), per_byte(counts, name)) for name in names]
 
 
-def train_config(case: LanguageCase, sources: Sources) -> TrainConfig:
-    """The settings of the trainer."""
-    config = case.config
+def train_config(case: LanguageCase, stage: Stage, sources: Sources) -> TrainConfig:
+    """The settings of the trainer in a stage, whose steps count on from those of the first."""
+    config, before = stage.config, 0 if stage == case.first else case.first.steps
     return TrainConfig(
         data=sources.training,
         validation=sources.validation,
@@ -114,10 +135,10 @@ def train_config(case: LanguageCase, sources: Sources) -> TrainConfig:
         dilation_rates=config.dilation_rates,
         kind="standard",
         attention_options=dict(case.options),
-        context_length=case.context,
-        batch_size=max(1, case.batch_bytes // case.context),
-        steps=case.total_bytes // case.batch_bytes,
-        warmup_steps=min(50, case.total_bytes // case.batch_bytes // 4),
+        context_length=stage.context,
+        batch_size=max(1, stage.batch_bytes // stage.context),
+        steps=before + stage.steps,
+        warmup_steps=min(50, case.first.steps // 4),
         final_share=1.0,
         learning_rate=case.learning_rate,
         seed=case.seed,
@@ -129,27 +150,56 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
     """Trains and tests in this process, on one core. Validations do not count as time of training."""
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    run = Run(train_config(case, sources), Path(), Ranks(torch.device("cpu")))
-    counts: dict[str, int] = {"parameters": sum(x.numel() for x in run.model.parameters())}
-    counts |= {"packages": sources.packages, "bytes to train on": len(run.train_data)}
-    windows = windows_of(run.validation_data, case.validation_bytes // case.longest, case.longest)
-    seconds, start = [], time.process_time()
-    steps = run.config.steps
-    for point in range(1, case.points + 1):
-        while run.step < steps * point // case.points:
+    longest = case.stages[-1].context
+    first = start_run(case, case.first, sources)
+    windows = windows_of(first.validation_data, case.validation_bytes // longest, longest)
+    ends = windows_of(first.validation_data, case.tests, longest)
+    counts: dict[str, int] = {"parameters": sum(x.numel() for x in first.model.parameters())}
+    counts |= {"packages": sources.packages, "bytes to train on": len(first.train_data)}
+    seconds = {FIRST: train(case, case.first, first, FIRST, windows, counts)}
+    for stage in case.stages:
+        run, context = start_run(case, stage, sources), stage.context
+        go_on(run, first)
+        seconds[str(context)] = train(case, stage, run, str(context), windows, counts)
+        for other in [x.context for x in case.stages if x.context <= context]:
+            bits = bits_of(run.model, ends[:, -other - 1 :])
+            counts |= count(f"{context}: last {other}", bits[:, -LAST:])
+        for start, stop in context_classes(context):  # of the last test, which has all context
+            counts |= count(f"{context}: at {start}", bits[:, start:stop])
+    return Measured(None, counts, {**seconds, "wall": (time.perf_counter() - begin,)})
+
+
+def start_run(case: LanguageCase, stage: Stage, sources: Sources) -> Run:
+    return Run(train_config(case, stage, sources), Path(), Ranks(torch.device("cpu")))
+
+
+def go_on(run: Run, before: Run) -> None:
+    """A run takes over weights, averages and the step of another, whose context may be another."""
+    known = before.tensors()
+    for name, tensor in run.tensors().items():
+        tensor.copy_(known[name])
+    for x in run.model.parameters():
+        run.optimiser.state[x]["step"].fill_(before.step)
+    run.step = before.step
+
+
+def train(
+    case: LanguageCase, stage: Stage, run: Run, name: str, windows: Tensor, counts: dict[str, int]
+) -> tuple[float, ...]:
+    """Seconds up to each point of the curve, whose bits are counted."""
+    first, seconds, start = run.step, [], time.process_time()
+    before = 0 if name == FIRST else case.first.total_bytes
+    for point in range(1, stage.points + 1):
+        while run.step - first < stage.steps * point // stage.points:
             run.take_step()
         seconds.append(time.process_time() - start)
-        seen, bits = run.step * case.batch_bytes, bits_of(run.model, in_contexts(windows, case.context))
-        counts |= count(f"after {seen}", bits)
-        tell(f"{case.name}: {seen:,} of {case.total_bytes:,} bytes, {bits.mean():.3f} bits per byte")
+        seen = before + (run.step - first) * stage.batch_bytes
+        bits = bits_of(run.model, in_contexts(windows, stage.context))
+        counts |= count(f"{name}: after {seen}", bits)
+        total, found = before + stage.total_bytes, f"{bits.mean():.3f} bits per byte"
+        tell(f"{case.name}, context {stage.context:,}: {seen:,} of {total:,} bytes, {found}")
         start = time.process_time()
-    ends = windows_of(run.validation_data, case.tests, case.longest)
-    for context in case.contexts:
-        bits = bits_of(run.model, ends[:, -context - 1 :])
-        counts |= count(f"last {context}", bits[:, -LAST:])
-    for first, stop in context_classes(case.context):  # those of the last test, which has all context
-        counts |= count(f"at {first}", bits[:, first:stop])
-    return Measured(None, counts, {"training": tuple(seconds), "wall": (time.perf_counter() - begin,)})
+    return tuple(seconds)
 
 
 def in_contexts(windows: Tensor, context: int) -> Tensor:
@@ -171,64 +221,57 @@ def count(name: str, bits: Tensor) -> dict[str, int]:
     return {f"bits {name}": round(bits.sum().item()), f"bytes {name}": bits.numel()}
 
 
-def make_case(attention: str, context: int, seed: int, contexts: tuple[int, ...]) -> LanguageCase:
-    """Dense, or the branches of `branches_for` from a first segment of a quarter of the context, or FIRST."""
-    first = min(FIRST, context // 4)
+def branches_at(attention: str, context: int) -> Config:
+    """Dense, or the branches of `branches_for`, whose first segment is a quarter of a short context."""
+    first = min(FIRST_SEGMENT, context // 4)
     branches = ((context,), (1,)) if attention == "dense" else branches_for(context, HEADS, first=first)
-    config = Config(HEADS, HEAD_DIM, *branches, is_causal=True)
-    name, known = f"{attention}, context {context:,}, seed {seed}", contexts[: contexts.index(context) + 1]
-    return LanguageCase(name, attention, context, seed, config, known, contexts[-1], TOTAL)
+    return Config(HEADS, HEAD_DIM, *branches, is_causal=True)
 
 
-HEADS, HEAD_DIM, FIRST, TOTAL = 4, 16, 1024, 12 * 2**20
+def make_case(attention: str, seed: int) -> LanguageCase:
+    first = Stage(CONTEXTS[0], branches_at(attention, CONTEXTS[0]), 6 * 2**20, 4096, points=8)
+    stages = tuple(Stage(n, branches_at(attention, n), 3 * 2**20, 16384, points=8) for n in CONTEXTS)
+    return LanguageCase(f"{attention}, seed {seed}", attention, seed, stages[-1].config, first, stages)
+
+
+FIRST = "first"  # the stage before those that are told by their context
+HEADS, HEAD_DIM, FIRST_SEGMENT = 4, 16, 1024
 ATTENTIONS, CONTEXTS = ("dense", "dilated"), (1024, 4096, 16384)
 # The longest first: at the end no core waits for another.
-CASES = tuple(
-    make_case(attention, context, seed, CONTEXTS)
-    for context in reversed(CONTEXTS)
-    for attention in ATTENTIONS
-    for seed in SEEDS
-)
-_SMALL = Config(2, 8, (64, 256), (1, 2), is_causal=True)
-QUICK = tuple(
-    LanguageCase(
-        f"quick {attention}",
-        attention,
-        256,
-        0,
-        _SMALL if attention == "dilated" else Config(2, 8, (256,), (1,), is_causal=True),
-        (128, 256),
-        256,
-        4 * 1024,
-        layers=1,
-        dim_feedforward=16,
-        batch_bytes=512,
-        points=4,
-        validation_bytes=512,
-        tests=2,
-        packages=(),
-    )
-    for attention in ATTENTIONS
-)
+CASES = tuple(make_case(attention, seed) for attention in ATTENTIONS for seed in SEEDS)
+
+
+def _quick(attention: str) -> LanguageCase:
+    branches = {n: ((n // 4, n), (1, 2)) if attention == "dilated" else ((n,), (1,)) for n in (128, 256)}
+    configs = {n: Config(2, 8, *of, is_causal=True) for n, of in branches.items()}
+    first, *stages = (Stage(n, configs[n], 2048, 512, points=2) for n in (128, 128, 256))
+    small: dict[str, Any] = {"layers": 1, "dim_feedforward": 16, "validation_bytes": 512, "tests": 2}
+    name = f"quick {attention}"
+    return LanguageCase(name, attention, 0, configs[256], first, tuple(stages), packages=(), **small)
+
+
+QUICK = tuple(map(_quick, ATTENTIONS))
 WORKERS = torch.get_num_threads()
 run = run_case
 
 
 def describe(case: dict[str, Any]) -> str:
     """The sizes of a case in a few words."""
-    config = case["config"]
+    config, first, stages = case["config"], case["first"], case["stages"]
     model = f"{case['layers']} layers, h = {config['h']}, d = {config['d']}"
-    steps = f"feed-forward {case['dim_feedforward']}, {case['total_bytes']:,} bytes in steps of"
-    rate = f"{case['batch_bytes']:,}, learning rate {case['learning_rate']:g}"
-    return f"{model}, {steps} {rate}; {show_branches(config)}"
+    model += f", feed-forward {case['dim_feedforward']}, learning rate {case['learning_rate']:g}"
+    steps = [f"{x['total_bytes']:,} bytes in steps of {x['batch_bytes']:,}" for x in (first, stages[-1])]
+    seen = ", ".join(f"context {x['context']:,} {show_branches(x['config'])}" for x in stages)
+    return f"{model}; with context {first['context']:,} {steps[0]}, then with each context {steps[1]}; {seen}"
 
 
 def group(results: Sequence[Result]) -> dict[tuple[int, str], list[Result]]:
     """Results of all seeds by context and attention, short contexts first."""
     found: dict[tuple[int, str], list[Result]] = {}
-    for result in sorted((x for x in results if not x.why_not), key=lambda x: x.case["context"]):
-        found.setdefault((result.case["context"], result.case["attention"]), []).append(result)
-    return found
+    for result in (x for x in results if not x.why_not):
+        for stage in result.case["stages"]:
+            found.setdefault((stage["context"], result.case["attention"]), []).append(result)
+    return dict(sorted(found.items(), key=lambda item: item[0][0]))
 
 
 def spread(values: Sequence[float | None], digits: int = 3) -> str:
@@ -240,15 +283,15 @@ def spread(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f}{around}"
 
 
-def timed_curve(result: Result) -> list[tuple[float, float]]:
-    """Seconds of training so far, and bits per byte then."""
-    bits = [each for _, each in curve(result.counts)]
-    return list(zip(accumulate(result.seconds["training"]), bits, strict=True))
+def training_seconds(result: Result, context: int) -> tuple[float, ...]:
+    """Of each part of the curve, in the first stage and in that of the context."""
+    return (*result.seconds[FIRST], *result.seconds[str(context)])
 
 
-def bits_at(result: Result, seconds: float) -> float | None:
+def bits_at(result: Result, context: int, seconds: float) -> float | None:
     """Bits per byte after so many seconds of training, between points; None before the first."""
-    points = timed_curve(result)
+    bits = [each for _, each in curve(result.counts, context)]
+    points = list(zip(accumulate(training_seconds(result, context)), bits, strict=True))
     if seconds < points[0][0]:
         return None
     for (start, before), (stop, after) in pairwise(points):
@@ -258,65 +301,63 @@ def bits_at(result: Result, seconds: float) -> float | None:
     return points[-1][1]
 
 
-def last_quarter(result: Result) -> float:
+def last_quarter(result: Result, context: int) -> float:
     """The share of the bits that the last quarter of the bytes has gained."""
-    points = curve(result.counts)
+    points = curve(result.counts, context)
     before = next(bits for seen, bits in points if seen >= 0.75 * points[-1][0])
     return before / points[-1][1] - 1.0
+
+
+def end_cells(groups: Mapping[Any, Sequence[Result]], key: Any, context: int) -> list[str]:
+    """Of a group: bits at equal bytes and at the time of the fastest, seconds, and what was still gained."""
+    totals = {each: mean(sum(training_seconds(x, context)) for x in of) for each, of in groups.items()}
+    seeds, least = groups[key], min(totals.values())
+    gains = [100 * last_quarter(x, context) for x in seeds]
+    return [
+        spread([curve(x.counts, context)[-1][1] for x in seeds]),
+        spread([bits_at(x, context, least) for x in seeds]),
+        f"{totals[key]:.0f}",
+        spread(gains, 1) + (", flat" if mean(gains) <= 100 * FLAT else ""),
+    ]
+
+
+END = ["bits per byte, equal bytes", "equal time", "training, core s", "gained by the last quarter, %"]
 
 
 def make_table(results: Sequence[Result]) -> Table:
     """Bits per byte at equal bytes and at equal time, and of the same last bytes by context."""
     groups = group(results)
-    contexts = sorted({x for result in results for x in result.case["contexts"]})
+    contexts = sorted({context for context, _ in groups})
     rows = []
     for (context, attention), seeds in groups.items():
-        totals = {
-            each: mean(sum(x.seconds["training"]) for x in of)
-            for (length, each), of in groups.items()
-            if length == context
-        }
-        least = min(totals.values())
-        cells = [spread([curve(x.counts)[-1][1] for x in seeds]), spread([bits_at(x, least) for x in seeds])]
-        cells += [f"{totals[attention]:.0f}", f"{mean(x.seconds['wall'][0] for x in seeds):.0f}"]
-        gains = [100 * last_quarter(x) for x in seeds]
-        cells.append(spread(gains, 1) + (", flat" if mean(gains) <= 100 * FLAT else ""))
-        cells += [spread(last_bits(seeds, each)) if each <= context else "" for each in contexts]
+        rivals = {key: of for key, of in groups.items() if key[0] == context}
+        cells = end_cells(rivals, (context, attention), context)
+        lasts = [
+            [per_byte(x.counts, f"{context}: last {n}") for x in seeds] for n in contexts if n <= context
+        ]
+        cells += [*map(spread, lasts), *[""] * (len(contexts) - len(lasts))]
         library = "" if all(x.counts["packages"] for x in seeds) else " (standard library)"
-        rows.append([f"{context:,}, {attention}{library}", *cells])
-    head = [
-        "context and attention",
-        "bits per byte, equal bytes",
-        "equal time",
-        "training, core s",
-        "wall, s",
-    ]
-    head += ["gained by the last quarter, %", *(f"last {LAST:,} bytes with {each:,}" for each in contexts)]
-    return lacking(results, Table(head, rows))
-
-
-def last_bits(results: Sequence[Result], context: int) -> list[float]:
-    return [per_byte(result.counts, f"last {context}") for result in results]
+        wall = f"{mean(x.seconds['wall'][0] for x in seeds):.0f}" if context == contexts[-1] else ""
+        rows.append([f"{context:,}, {attention}{library}", *cells, wall])
+    head = ["context and attention", *END, *(f"last {LAST:,} bytes with {n:,}" for n in contexts)]
+    return lacking(results, Table([*head, "wall s a seed, all contexts"], rows))
 
 
 def position_table(results: Sequence[Result]) -> Table:
     """Bits per byte by position in the context, means over seeds."""
     groups = group(results)
-    starts = sorted({first for _, seeds in groups.items() for first in _positions(seeds[0])})
+    starts = [start for start, _ in context_classes(max(context for context, _ in groups))]
     rows = []
     for (context, attention), seeds in groups.items():
+        known = {start for start, _ in context_classes(context)}
         cells = [
-            f"{mean(per_byte(x.counts, f'at {first}') for x in seeds):.3f}"
-            if f"bits at {first}" in seeds[0].counts
+            f"{mean(per_byte(x.counts, f'{context}: at {start}') for x in seeds):.3f}"
+            if start in known
             else ""
-            for first in starts
+            for start in starts
         ]
         rows.append([f"{context:,}, {attention}", *cells])
-    return Table(["context and attention", *(f"from {first:,}" for first in starts)], rows)
-
-
-def _positions(result: Result) -> Iterator[int]:
-    return (int(name.split()[-1]) for name in result.counts if name.startswith("bits at "))
+    return Table(["context and attention", *(f"from {start:,}" for start in starts)], rows)
 
 
 TITLE = "**Language**: bits per byte of source code that no model has seen; mean over seeds ± half the range"
@@ -330,8 +371,9 @@ def draw(record: Record) -> str:
     """Bits per byte over the time of training, a line each context and attention."""
     series = []
     for (context, attention), seeds in group(record.results).items():
-        curves = [timed_curve(result) for result in seeds]
-        points = tuple((mean(x for x, _ in at), mean(y for _, y in at)) for at in zip(*curves, strict=True))
-        series.append(Series(f"{attention}, {context:,}", points))
+        times = [accumulate(training_seconds(result, context)) for result in seeds]
+        bits = [[each for _, each in curve(result.counts, context)] for result in seeds]
+        points = zip(*(map(mean, zip(*of, strict=True)) for of in (times, bits)), strict=True)
+        series.append(Series(f"{attention}, {context:,}", tuple(points)))
     how = {"x_label": "core seconds of training", "y_label": "bits per byte", "chart_id": "language"}
     return picture(series, title="Bits per byte over the time of training", log_y=False, **how)

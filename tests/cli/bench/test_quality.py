@@ -80,7 +80,8 @@ def test_what_is_compared_costs_the_same_and_what_is_isolated_never_meets() -> N
         assert attentions.branches_of("isolated", n, 8) == (dilated[0][:1], (1,))
     dilated, case = attentions.branches_of("dilated", 8192, 8), choice.CASES[0]
     spec = replace(case.config, segment_lengths=dilated[0], dilation_rates=dilated[1])
-    text, needles = replace(case.language, context=8192), replace(case.reach, lengths=(8192,))
+    stage = replace(case.language.stages[-1], context=8192)
+    text, needles = replace(case.language, stages=(stage,)), replace(case.reach, lengths=(8192,))
     counted = choice.count_reach(replace(case, variant="dilated", config=spec, language=text, reach=needles))
     for name in attentions.PATTERNS:
         blocks = attentions.sparse_of(name, 8192, CONFIG)
@@ -155,15 +156,39 @@ def test_models_learn_what_is_in_their_reach(
 
 def test_language_models_differ_in_their_attention_alone() -> None:
     sources = corpus.Sources(("a",), ("b",), 2)
-    by_name = {case.name: language.train_config(case, sources) for case in language.CASES}
-    assert len(by_name) == len(language.CONTEXTS) * 2 * 3
-    for name, dense in by_name.items():
-        if name.startswith("dense"):
-            dilated = by_name[name.replace("dense", "dilated")]
-            differ = {x.name for x in fields(dense) if getattr(dense, x.name) != getattr(dilated, x.name)}
-            assert differ == {"segment_lengths", "dilation_rates"}
-            assert dense.batch_size * dense.context_length == 16384
+
+    def differ(one: Any, other: Any) -> set[str]:
+        return {x.name for x in fields(one) if getattr(one, x.name) != getattr(other, x.name)}
+
+    by_name = {case.name: case for case in language.CASES}
+    assert len(by_name) == 2 * 3
+    for case in language.CASES[:3]:
+        other = by_name[case.name.replace("dense", "dilated")]
+        for one, two in zip((case.first, *case.stages), (other.first, *other.stages), strict=True):
+            dense, dilated = (language.train_config(x, y, sources) for x, y in ((case, one), (other, two)))
+            assert differ(dense, dilated) == {"segment_lengths", "dilation_rates"}
+            assert dense.batch_size * dense.context_length == one.batch_bytes
             assert dense.final_share == 1.0
+            assert dense.steps == case.first.steps + (0 if one == case.first else one.steps)
+        contexts = {"context_length", "batch_size", "segment_lengths"}
+        configs = [language.train_config(case, stage, sources) for stage in case.stages]
+        assert differ(configs[0], configs[-1]) == contexts
+
+
+def test_a_stage_goes_on_where_the_first_has_ended() -> None:
+    """With the same stage in two parts, a model is the one of a run without a break."""
+    case, sources = language.QUICK[1], corpus.open_sources(())
+    whole = language.start_run(case, replace(case.first, total_bytes=8 * 512), sources)
+    first, then = (language.start_run(case, case.first, sources) for _ in range(2))
+    for run, steps in ((whole, 8), (first, 4)):
+        for _ in range(steps):
+            run.take_step()
+    language.go_on(then, first)
+    assert then.step == 4
+    for _ in range(4):
+        then.take_step()
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(then.tensors()[name], tensor), name
 
 
 def test_the_same_bytes_are_predicted_whatever_the_context() -> None:
@@ -195,31 +220,41 @@ def test_bits_are_those_of_the_next_byte() -> None:
 
 
 def made_result(bits: list[float], seconds: list[float], **counts: int) -> Result:
-    case = {**case_of(language.QUICK[0])}
+    """With one point in the first stage."""
     for place, value in enumerate(bits, 1):
-        counts |= {f"bits after {place * 100}": round(value * 1000), f"bytes after {place * 100}": 1000}
-    return Result(case, 1, 0.0, {"training": tuple(seconds), "wall": (1.0,)}, counts)
+        name = f"{256 if place > 1 else language.FIRST}: after {place * 100}"
+        counts |= {f"bits {name}": round(value * 1000), f"bytes {name}": 1000}
+    times = {language.FIRST: tuple(seconds[:1]), "256": tuple(seconds[1:]), "wall": (1.0,)}
+    return Result(case_of(language.QUICK[0]), 1, 0.0, times, counts)
 
 
 def test_curves_are_read_at_equal_time_and_judged_by_their_last_quarter() -> None:
     result = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
-    assert language.curve(result.counts) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
+    assert language.curve(result.counts, 256) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
+    assert language.curve(result.counts, 128) == [(100, 4.0)]
     times = {5.0: None, 10.0: 4.0, 15.0: 3.5, 30.0: 2.5, 40.0: 2.25, 50.0: 2.0, 99.0: 2.0}
-    assert {at: language.bits_at(result, at) for at in times} == times
-    assert language.last_quarter(result) == pytest.approx(0.25)
-    assert language.last_quarter(made_result([3.0, 2.0, 2.0, 1.99], [1.0] * 4)) < language.FLAT
+    assert {at: language.bits_at(result, 256, at) for at in times} == times
+    assert language.last_quarter(result, 256) == pytest.approx(0.25)
+    flat = made_result([3.0, 2.0, 2.0, 1.99], [1.0] * 4)
+    assert language.last_quarter(flat, 256) < language.FLAT
+    cells = {name: language.end_cells({"a": [result], "b": [flat]}, name, 256) for name in "ab"}
+    assert cells["a"] == ["2.000", "", "50", "25.0"]  # nothing is known of the first 4 seconds
+    assert cells["b"] == ["1.990", "1.990", "4", "0.5, flat"]
 
 
 def test_language_models_repeat_and_know_something() -> None:
-    case = replace(language.QUICK[1], total_bytes=16 * 512)
+    case = language.QUICK[1]
+    first, *stages = (replace(stage, total_bytes=16 * 512) for stage in (case.first, *case.stages))
+    case = replace(case, first=first, stages=tuple(stages))
     first, second = (language.measure(case, corpus.open_sources(())).counts for _ in range(2))
     assert first == second
-    points = [bits for _, bits in language.curve(first)]
-    assert points == sorted(points, reverse=True)
-    assert 4.0 < points[-1] < 7.0  # 8 bits know nothing
-    assert first["bytes last 256"] == 2 * 256
-    parts = sum(count for name, count in first.items() if name.startswith("bits at "))
-    assert parts == pytest.approx(first["bits last 256"], abs=4)
+    for context in (128, 256):
+        points = [bits for _, bits in language.curve(first, context)]
+        assert points == sorted(points, reverse=True)
+        assert 3.0 < points[-1] < 6.0  # 8 bits know nothing
+    assert first["bytes 256: last 256"] == first["bytes 256: last 128"] * 2 == 2 * 256
+    parts = sum(count for name, count in first.items() if name.startswith("bits 256: at "))
+    assert parts == pytest.approx(first["bits 256: last 256"], abs=4)
 
 
 def test_packages_are_known_by_their_hash_or_the_library_is_taken(
