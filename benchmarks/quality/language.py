@@ -6,9 +6,9 @@
 
 A model is trained with a short context first, in small steps. From there it goes on three times, with the
 short context and with longer ones, in steps of the same bytes. Models of a seed begin with the same weights
-and see the same bytes in the same order. The learning rate is constant after its warmup, so that every point
-of a curve is the end of a shorter run. The packages to train on are downloaded once; one that no model has
-seen is predicted.
+and see the same bytes in the same order. The learning rate is constant after its warmup, and tests are of
+the average of the last weights, so that every point of a curve is the end of a shorter run. The packages to
+train on are downloaded once; one that no model has seen is predicted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from attentions import lacking
 from common import Config, Say, picture, reduced_error, run_case, show_branches
 from corpus import Sources
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import Module, functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dilated_attention_pytorch import LongNetLM, branches_for
+from dilated_attention_pytorch import branches_for
 from dilated_attention_pytorch.cli.bench.gate import accept
 from dilated_attention_pytorch.cli.bench.measure import Measured, measure_in_child
 from dilated_attention_pytorch.cli.bench.record import Figure, Record, Result, Section, Table, say as tell
@@ -43,6 +44,9 @@ from dilated_attention_pytorch.cli.train.ranks import Ranks
 LAST = 1024  # bytes at the end of each test, which all contexts have to predict
 BATCH = 16384  # bytes that are predicted at once
 SEEDS = (0, 1, 2)
+# Of the averages that are tested, at each step. At a constant learning rate weights move about; their average
+# does not, as if the learning rate had fallen.
+KEPT = 0.98
 FLAT = 0.01  # of the bits: what the last quarter of the bytes may still gain on a plateau
 
 
@@ -156,13 +160,13 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
     ends = windows_of(first.validation_data, case.tests, longest)
     counts: dict[str, int] = {"parameters": sum(x.numel() for x in first.model.parameters())}
     counts |= {"packages": sources.packages, "bytes to train on": len(first.train_data)}
-    seconds = {FIRST: train(case, case.first, first, FIRST, windows, counts)}
+    seconds = {FIRST: train(case, case.first, first, FIRST, windows, counts)[1]}
     for stage in case.stages:
         run, context = start_run(case, stage, sources), stage.context
         go_on(run, first)
-        seconds[str(context)] = train(case, stage, run, str(context), windows, counts)
+        model, seconds[str(context)] = train(case, stage, run, str(context), windows, counts)
         for other in [x.context for x in case.stages if x.context <= context]:
-            bits = bits_of(run.model, ends[:, -other - 1 :])
+            bits = bits_of(model, ends[:, -other - 1 :])
             counts |= count(f"{context}: last {other}", bits[:, -LAST:])
         for start, stop in context_classes(context):  # of the last test, which has all context
             counts |= count(f"{context}: at {start}", bits[:, start:stop])
@@ -185,21 +189,23 @@ def go_on(run: Run, before: Run) -> None:
 
 def train(
     case: LanguageCase, stage: Stage, run: Run, name: str, windows: Tensor, counts: dict[str, int]
-) -> tuple[float, ...]:
-    """Seconds up to each point of the curve, whose bits are counted."""
+) -> tuple[Module, tuple[float, ...]]:
+    """The average of the model, and seconds up to each point of the curve, whose bits are counted."""
+    model = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
     first, seconds, start = run.step, [], time.process_time()
     before = 0 if name == FIRST else case.first.total_bytes
     for point in range(1, stage.points + 1):
         while run.step - first < stage.steps * point // stage.points:
             run.take_step()
+            model.update_parameters(run.model)
         seconds.append(time.process_time() - start)
         seen = before + (run.step - first) * stage.batch_bytes
-        bits = bits_of(run.model, in_contexts(windows, stage.context))
+        bits = bits_of(model, in_contexts(windows, stage.context))
         counts |= count(f"{name}: after {seen}", bits)
         total, found = before + stage.total_bytes, f"{bits.mean():.3f} bits per byte"
         tell(f"{case.name}, context {stage.context:,}: {seen:,} of {total:,} bytes, {found}")
         start = time.process_time()
-    return tuple(seconds)
+    return model, tuple(seconds)
 
 
 def in_contexts(windows: Tensor, context: int) -> Tensor:
@@ -208,7 +214,7 @@ def in_contexts(windows: Tensor, context: int) -> Tensor:
 
 
 @torch.no_grad()
-def bits_of(model: LongNetLM, windows: Tensor) -> Tensor:
+def bits_of(model: Module, windows: Tensor) -> Tensor:
     """(rows, n) bits of all bytes but the first of each of the windows (rows, n + 1)."""
     model.eval()
     rows = max(1, BATCH // (windows.shape[1] - 1))

@@ -242,7 +242,8 @@ def test_curves_are_read_at_equal_time_and_judged_by_their_last_quarter() -> Non
     assert cells["b"] == ["1.990", "1.990", "4", "0.5, flat"]
 
 
-def test_language_models_repeat_and_know_something() -> None:
+def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "KEPT", 0.5)  # of so few steps
     case = language.QUICK[1]
     first, *stages = (replace(stage, total_bytes=16 * 512) for stage in (case.first, *case.stages))
     case = replace(case, first=first, stages=tuple(stages))
