@@ -272,6 +272,12 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
     add("--markers", default="bench", metavar="NAME", help="<!-- NAME:begin --> and end (default: bench)")
     if hasattr(suite, "draw"):
         add("--picture", type=Path, metavar="FILE", help="draw the record into FILE, an SVG")
+    if hasattr(suite, "summary"):
+        add(
+            "--summary",
+            action="store_true",
+            help="what the record says in a sentence, in place of its tables",
+        )
     options = parser.parse_args(arguments)
     picture = getattr(options, "picture", None)
     cases = [case for case in (suite.QUICK if options.quick else suite.CASES) if options.only in case.name]
@@ -288,7 +294,8 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
                 print(f"{case.name}: {suite.SECTIONS[case.kind].describe(case_of(case))}")
             return 0
         record = read_record(options.render) if options.render else _measure(suite, cases, options)
-        table = to_markdown(record, suite.SECTIONS)
+        is_short = getattr(options, "summary", False)
+        table = suite.summary(record) if is_short else to_markdown(record, suite.SECTIONS)
         if picture:
             write_text(picture, suite.draw(record))
     except WrongAnswerError as error:

@@ -3,6 +3,7 @@
     python benchmarks/quality reach --out benchmarks/results/reach.json
     python benchmarks/quality reach --render --update docs/quality.md --markers reach
     python benchmarks/quality reach --render --picture docs/images/reach.svg
+    python benchmarks/quality reach --render --summary --update README.md --markers reach
 
 A needle is a token with a slot and a value, among noise. A query names a slot, and the model has to answer
 with the value: of the only needle of the sequence ("needle"), or of one of four ("copy"), of which it has to
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from attentions import (
+    PATTERNS,
     WORDS,
     attend,
     attention_error,
@@ -257,7 +259,9 @@ def describe(case: dict[str, Any]) -> str:
     config, attention = case["config"], case["attention"]
     heads = f"{case['layers']} layers, h = {config['h']}, d = {config['d']}"
     steps = ", ".join(f"{steps} at {n:,}" for n, steps in case["stages"])
-    seen = f"{WORDS[attention]}, when trained on {case['stages'][-1][0]:,} tokens {show_branches(config)}"
+    seen = WORDS[attention]
+    if attention not in PATTERNS:
+        seen += f", when trained on {case['stages'][-1][0]:,} tokens {show_branches(config)}"
     tokens = f"steps of at most {case['batch_tokens']:,} tokens: {steps}"
     return f"{heads}, feed-forward {case['dim_feedforward']}; {seen}; {tokens}"
 
@@ -320,6 +324,22 @@ TITLES = {
     "copy": "**Selective copy**: four needles, of which the query names one",
 }
 SECTIONS = {kind: Section(title, make_table, describe, has_rounds=False) for kind, title in TITLES.items()}
+
+
+def summary(record: Record) -> str:
+    """How much is found at the length of the target, by attention, of both tasks."""
+    ((_, n),) = TARGETS
+    trained = record.results[0].case["stages"][-1][0]
+    found = []
+    for task in SECTIONS:
+        groups = group([x for x in record.results if x.case["task"] == task])
+        shares = {name: mean(accuracy([x.counts], n) or 0.0 for x in of) for name, of in groups.items()}
+        found.append(", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
+    needle, copy = found
+    words = (
+        f"Trained on {trained:,} tokens and tested on {n:,}, small models find **one needle** with {needle}"
+    )
+    return f"{words}; **the right one of {SLOTS['copy']}** with {copy}.\n"
 
 
 def draw(record: Record) -> str:
