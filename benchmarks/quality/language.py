@@ -3,6 +3,7 @@
     python benchmarks/quality language --out benchmarks/results/language.json
     python benchmarks/quality language --render --update docs/quality.md --markers language
     python benchmarks/quality language --render --picture docs/images/language.svg
+    python benchmarks/quality language --render --summary --update README.md --markers language
 
 A model is trained with a short context first, in small steps. From there it goes on three times, with the
 short context and with longer ones, in steps of the same bytes. Models of a seed begin with the same weights
@@ -371,6 +372,22 @@ BY_POSITION = "**By position in the context**: bits per byte, mean over seeds"
 SECTIONS = {
     "language": Section(TITLE, make_table, describe, has_rounds=False, more={BY_POSITION: position_table})
 }
+
+
+def summary(record: Record) -> str:
+    """Bits and training time of both attentions at the longest context, and what its far end is good for."""
+    groups = group(record.results)
+    longest = max(context for context, _ in groups)
+    found, rivals = [], {key: of for key, of in groups.items() if key[0] == longest}
+    for key, seeds in rivals.items():
+        bits, same_time, seconds, _ = end_cells(rivals, key, longest)
+        lasts = [
+            f"{mean(per_byte(x.counts, f'{longest}: last {n}') for x in seeds):.3f} with {n:,}"
+            for n in sorted({context for context, _ in groups})[-2:]
+        ]
+        times = f"after {seconds} core seconds ({same_time} at equal time)"
+        found.append(f"{key[1]} {bits} {times}, and the last {LAST:,} bytes {' and '.join(lasts)}")
+    return f"Bits per byte of source code at a context of {longest:,} bytes: {'; '.join(found)}.\n"
 
 
 def draw(record: Record) -> str:
