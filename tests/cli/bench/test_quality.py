@@ -191,6 +191,16 @@ def test_a_stage_goes_on_where_the_first_has_ended() -> None:
         assert torch.equal(then.tensors()[name], tensor), name
 
 
+def test_bytes_are_embedded_with_those_before_them() -> None:
+    torch.manual_seed(0)
+    embed, tokens = language.LastBytes(32), torch.randint(1, 256, (2, 9))
+    found = embed(tokens).unflatten(-1, (language.LAST_BYTES, -1))
+    for t in range(9):
+        for before in range(language.LAST_BYTES):
+            token = tokens[:, t - before] if before <= t else torch.zeros(2, dtype=torch.long)
+            assert torch.equal(found[:, t, before], embed.weight[token])
+
+
 def test_the_same_bytes_are_predicted_whatever_the_context() -> None:
     windows = torch.stack([torch.arange(65), torch.arange(100, 165)])
     for context in (8, 32, 64):
@@ -379,6 +389,27 @@ def test_tables_are_means_over_seeds_with_their_range() -> None:
     assert table.rows[0][-5:] == ["80", "", "6", "4", "2"]
     assert table.rows[-1][:2] == ["needle, dilated, seed 2", "not measured: out of memory"]
     assert len(table.rows[-1]) == len(table.head)
+
+
+def test_summaries_are_means_over_seeds() -> None:
+    results = []
+    for task, share in (("needle", 90), ("copy", 40)):
+        for seed in (0, 1):
+            case = next(x for x in reach.CASES if (x.task, x.attention, x.seed) == (task, "window", seed))
+            counts = {"asked 32768 1024": 100, "found 32768 1024": share + 2 * seed}
+            results.append(Result(case_of(case), 1, 0.0, SECONDS, counts))
+    found = reach.summary(record.Record({}, {}, tuple(results)))
+    assert "Trained on 8,192 tokens and tested on 32,768," in found
+    assert found.endswith("**one needle** with window 91 %; **the right one of 4** with window 41 %.\n")
+    lasts = {
+        f"{what} 256: last {n}": count for n in (128, 256) for what, count in (("bits", n), ("bytes", 100))
+    }
+    made = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
+    lasts |= {f"{what} 128: last 128": 1 for what in ("bits", "bytes")}
+    made = replace(made, counts={**made.counts, **lasts}, seconds={**made.seconds, "128": (1.0,)})
+    found = language.summary(record.Record({}, {}, (made,)))
+    assert "at a context of 256 bytes: dense 2.000 after 50 core seconds (2.000 at equal time)" in found
+    assert found.endswith("and the last 1,024 bytes 1.280 with 128 and 2.560 with 256.\n")
 
 
 @pytest.mark.parametrize(
