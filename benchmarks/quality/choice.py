@@ -87,7 +87,7 @@ def make_case(variant: str, seed: int) -> ChoiceCase:
         Config(HEADS, HEAD_DIM, *branches_of(variant, n, HEADS), is_causal=True) for n in (SHORT, CONTEXT)
     )
     name = f"{variant}, seed {seed}"
-    first, then = Stage(SHORT, short, 4 * 2**20, 4096, 8), Stage(CONTEXT, config, 2 * 2**20, 16384, 8)
+    first, then = Stage(SHORT, short, 8 * 2**20, 4096, 8), Stage(CONTEXT, config, 2 * 2**20, 16384, 8)
     text = LanguageCase(name, variant, seed, config, first, (then,), options)
     like = next(x for x in reach.CASES if (x.task, x.attention, x.seed) == ("copy", "dilated", seed))
     needles = replace(like, name=name, attention=variant, config=config, lengths=(8192, 32768))

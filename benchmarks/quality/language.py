@@ -262,7 +262,7 @@ def branches_at(attention: str, context: int) -> Config:
 
 
 def make_case(attention: str, seed: int) -> LanguageCase:
-    first = Stage(CONTEXTS[0], branches_at(attention, CONTEXTS[0]), 12 * 2**20, 4096, points=12)
+    first = Stage(CONTEXTS[0], branches_at(attention, CONTEXTS[0]), 16 * 2**20, 4096, points=16)
     stages = tuple(Stage(n, branches_at(attention, n), 4 * 2**20, 16384, points=8) for n in CONTEXTS)
     return LanguageCase(f"{attention}, seed {seed}", attention, seed, stages[-1].config, first, stages)
 
