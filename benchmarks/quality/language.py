@@ -17,23 +17,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Any
 
 import corpus
 import torch
-from attentions import lacking
+from attentions import lacking, reached_from
 from common import Config, Say, picture, reduced_error, run_case, show_branches
 from corpus import Sources
 from torch import Tensor
 from torch.nn import Module, Parameter, functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dilated_attention_pytorch import LongNetLM, branches_for
+from dilated_attention_pytorch import LongNetLM, branches_for, dilated_attention
 from dilated_attention_pytorch.cli.bench.gate import accept
 from dilated_attention_pytorch.cli.bench.measure import Measured, measure_in_child
 from dilated_attention_pytorch.cli.bench.record import Figure, Record, Result, Section, Table, say as tell
@@ -42,6 +43,9 @@ from dilated_attention_pytorch.cli.train import TrainConfig
 from dilated_attention_pytorch.cli.train.data import mix_seed, windows_of
 from dilated_attention_pytorch.cli.train.loop import Run, context_classes, make_optimiser
 from dilated_attention_pytorch.cli.train.ranks import Ranks
+from dilated_attention_pytorch.plan.dilated import plan_dilated
+from dilated_attention_pytorch.plan.runs import Shape
+from dilated_attention_pytorch.spec import DilatedSpec
 
 LAST = 1024  # bytes at the end of each test, which all contexts have to predict
 BATCH = 16384  # bytes that are predicted at once
@@ -49,16 +53,30 @@ SEEDS = (0, 1, 2)
 # Of the averages that are tested, at each step. At a constant learning rate weights move about; their average
 # does not, as if the learning rate had fallen.
 KEPT = 0.98
+LAYERS = (1, 2, 3)  # through which the reach is told
+KEYS = 64  # of which it is found what they reach
 LAST_BYTES = 4  # that are embedded together
 FLAT = 0.01  # of the bits: what the last quarter of the bytes may still gain on a plateau
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Training with one context: its attention, its bytes in all and of a step, and points of its curve."""
+class Attention(Config):
+    """Dilated attention with options of its definition, by name."""
 
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def spec(self) -> DilatedSpec:
+        return DilatedSpec(*self.branches, is_causal=self.is_causal, **dict(self.options))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Training with one attention and context: its bytes in all and of a step, and points of its curve."""
+
+    name: str
     context: int
-    config: Config
+    config: Attention
     total_bytes: int
     batch_bytes: int
     points: int
@@ -73,18 +91,17 @@ class LanguageCase:
     """Bits per byte of the models of a seed over their training, by position, and of the same last bytes.
 
     All go on from the model of the stage `first`, a model each stage of `stages`; `config` is the attention
-    of the last, and `options` are of all attention modules. `tests` sequences as long as the longest context
-    end with the bytes that are predicted with each context up to the model's own. Of `packages` the last is
-    predicted; without any it is the standard library.
+    of the last. `tests` sequences as long as the longest context end with the bytes that are predicted with
+    each context up to the model's own. Of `packages` the last is predicted; without any it is the standard
+    library.
     """
 
     name: str
     attention: str
     seed: int
-    config: Config
+    config: Attention
     first: Stage
     stages: tuple[Stage, ...]
-    options: tuple[tuple[str, str], ...] = ()
     layers: int = 2
     dim_feedforward: int = 256
     learning_rate: float = 5e-3
@@ -92,7 +109,7 @@ class LanguageCase:
     tests: int = 64
     packages: tuple[str, ...] = tuple(corpus.PACKAGES)
     repeats: int = 1
-    kind: ClassVar[str] = "language"
+    kind: str = "language"
 
     def run(self, say: Say) -> Measured:
         errors = [reduced_error(x.config, x.context, backward=True) for x in (self.first, *self.stages)]
@@ -102,16 +119,13 @@ class LanguageCase:
         return Measured(error, found.counts, found.seconds, found.why_not)
 
     def figures(self, found: Measured) -> list[Figure]:
-        """Of each context bits per byte in the end, and of the last bytes of the tests with all context."""
+        """Of each stage bits per byte in the end, and of the last bytes of the tests with all context."""
         figures = []
         for stage in self.stages:
-            n, counts = stage.context, found.counts
-            bits = None if found.why_not else curve(counts, n)[-1][1]
-            last = None if found.why_not else per_byte(counts, f"{n}: last {n}")
-            figures += [
-                Figure(f"context {n:,}: bits per byte", bits),
-                Figure(f"context {n:,}: last bytes", last),
-            ]
+            name, counts = stage.name, found.counts
+            bits = None if found.why_not else curve(counts, name)[-1][1]
+            last = None if found.why_not else per_byte(counts, f"{name}: last {stage.context}")
+            figures += [Figure(f"{name}: bits per byte", bits), Figure(f"{name}: last bytes", last)]
         return figures
 
 
@@ -120,9 +134,9 @@ def per_byte(counts: dict[str, int], name: str) -> float:
     return counts[f"bits {name}"] / counts[f"bytes {name}"]
 
 
-def curve(counts: dict[str, int], context: int) -> list[tuple[int, float]]:
-    """Bytes seen, in the first stage and in that of the context, and bits per byte after them."""
-    starts = tuple(f"bits {stage}: after " for stage in (FIRST, context))
+def curve(counts: dict[str, int], stage: str) -> list[tuple[int, float]]:
+    """Bytes seen, in the first stage and in one after it, and bits per byte after them."""
+    starts = tuple(f"bits {name}: after " for name in (FIRST, stage))
     names = [name.removeprefix("bits ") for name in counts if name.startswith(starts)]
     return [(int(name.split()[-1]), per_byte(counts, name)) for name in names]
 
@@ -141,7 +155,7 @@ def train_config(case: LanguageCase, stage: Stage, sources: Sources) -> TrainCon
         segment_lengths=config.segment_lengths,
         dilation_rates=config.dilation_rates,
         kind="standard",
-        attention_options=dict(case.options),
+        attention_options=dict(config.options),
         context_length=stage.context,
         batch_size=max(1, stage.batch_bytes // stage.context),
         steps=before + stage.steps,
@@ -156,24 +170,42 @@ def train_config(case: LanguageCase, stage: Stage, sources: Sources) -> TrainCon
 def measure(case: LanguageCase, sources: Sources) -> Measured:
     """Trains and tests in this process, on one core. Validations do not count as time of training."""
     torch.set_num_threads(1)
-    begin = time.perf_counter()
+    walls = [time.perf_counter()]
     longest = case.stages[-1].context
     first = start_run(case, case.first, sources)
     windows = windows_of(first.validation_data, case.validation_bytes // longest, longest)
     ends = windows_of(first.validation_data, case.tests, longest)
     counts: dict[str, int] = {"parameters": sum(x.numel() for x in first.model.parameters())}
     counts |= {"packages": sources.packages, "bytes to train on": len(first.train_data)}
-    seconds = {FIRST: train(case, case.first, first, FIRST, windows, counts)[1]}
+    seconds = {FIRST: train(case, case.first, first, windows, counts)[1]}
+    walls.append(time.perf_counter())
+    contexts = sorted({stage.context for stage in case.stages})
     for stage in case.stages:
-        run, context = start_run(case, stage, sources), stage.context
+        run, name = start_run(case, stage, sources), stage.name
         go_on(run, first)
-        model, seconds[str(context)] = train(case, stage, run, str(context), windows, counts)
-        for other in [x.context for x in case.stages if x.context <= context]:
-            bits = bits_of(model, ends[:, -other - 1 :])
-            counts |= count(f"{context}: last {other}", bits[:, -LAST:])
-        for start, stop in context_classes(context):  # of the last test, which has all context
-            counts |= count(f"{context}: at {start}", bits[:, start:stop])
-    return Measured(None, counts, {**seconds, "wall": (time.perf_counter() - begin,)})
+        model, seconds[name] = train(case, stage, run, windows, counts)
+        for context in [x for x in contexts if x <= stage.context]:
+            bits = bits_of(model, ends[:, -context - 1 :])
+            counts |= count(f"{name}: last {context}", bits[:, -LAST:])
+        for start, stop in context_classes(stage.context):  # of the last test, which has all context
+            counts |= count(f"{name}: at {start}", bits[:, start:stop])
+        counts |= {f"{name}: {what}": each for what, each in count_pairs(stage, case.seed).items()}
+        walls.append(time.perf_counter())
+    between = tuple(stop - start for start, stop in pairwise(walls))  # of each stage, its tests included
+    return Measured(None, counts, {**seconds, "wall": between})
+
+
+def count_pairs(stage: Stage, seed: int) -> dict[str, int]:
+    """Query-key pairs by definition, and those of some keys that are in reach through so many layers."""
+    config, n = stage.config, stage.context
+    shape = Shape(1, n, config.h, config.h, config.d)
+    counts = {"pairs": plan_dilated(config.spec, shape, itemsize=4).num_defined_pairs}
+    keys = torch.randint(n, (min(n, KEYS),), generator=torch.Generator().manual_seed(seed))
+    counts["later"] = int((n - keys).sum())
+    see = partial(dilated_attention, segment_lengths=config.spec)
+    for layers, reached in zip(LAYERS, reached_from(see, keys, n, config.h), strict=False):
+        counts[f"reached {layers}"] = int(reached.sum())
+    return counts
 
 
 class LastBytes(Module):
@@ -215,12 +247,12 @@ def go_on(run: Run, before: Run) -> None:
 
 
 def train(
-    case: LanguageCase, stage: Stage, run: Run, name: str, windows: Tensor, counts: dict[str, int]
+    case: LanguageCase, stage: Stage, run: Run, windows: Tensor, counts: dict[str, int]
 ) -> tuple[Module, tuple[float, ...]]:
     """The average of the model, and seconds up to each point of the curve, whose bits are counted."""
     model = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
     first, seconds, start = run.step, [], time.process_time()
-    before = 0 if name == FIRST else case.first.total_bytes
+    before = 0 if stage == case.first else case.first.total_bytes
     for point in range(1, stage.points + 1):
         while run.step - first < stage.steps * point // stage.points:
             run.take_step()
@@ -228,9 +260,9 @@ def train(
         seconds.append(time.process_time() - start)
         seen = before + (run.step - first) * stage.batch_bytes
         bits = bits_of(model, in_contexts(windows, stage.context))
-        counts |= count(f"{name}: after {seen}", bits)
+        counts |= count(f"{stage.name}: after {seen}", bits)
         total, found = before + stage.total_bytes, f"{bits.mean():.3f} bits per byte"
-        tell(f"{case.name}, context {stage.context:,}: {seen:,} of {total:,} bytes, {found}")
+        tell(f"{case.name}, {stage.name}: {seen:,} of {total:,} bytes, {found}")
         start = time.process_time()
     return model, tuple(seconds)
 
@@ -254,20 +286,23 @@ def count(name: str, bits: Tensor) -> dict[str, int]:
     return {f"bits {name}": round(bits.sum().item()), f"bytes {name}": bits.numel()}
 
 
-def branches_at(attention: str, context: int) -> Config:
+def branches_at(attention: str, context: int) -> Attention:
     """Dense, or the branches of `branches_for`, whose first segment is a quarter of a short context."""
     first = min(FIRST_SEGMENT, context // 4)
     branches = ((context,), (1,)) if attention == "dense" else branches_for(context, HEADS, first=first)
-    return Config(HEADS, HEAD_DIM, *branches, is_causal=True)
+    return Attention(HEADS, HEAD_DIM, *branches, is_causal=True)
 
 
 def make_case(attention: str, seed: int) -> LanguageCase:
-    first = Stage(CONTEXTS[0], branches_at(attention, CONTEXTS[0]), 16 * 2**20, 4096, points=16)
-    stages = tuple(Stage(n, branches_at(attention, n), 4 * 2**20, 16384, points=8) for n in CONTEXTS)
+    short = branches_at(attention, CONTEXTS[0])
+    first = Stage(FIRST, CONTEXTS[0], short, 16 * 2**20, 4096, points=16)
+    stages = tuple(
+        Stage(f"context {n:,}", n, branches_at(attention, n), 4 * 2**20, 16384, points=8) for n in CONTEXTS
+    )
     return LanguageCase(f"{attention}, seed {seed}", attention, seed, stages[-1].config, first, stages)
 
 
-FIRST = "first"  # the stage before those that are told by their context
+FIRST = "first"  # the stage that all others go on from
 HEADS, HEAD_DIM, FIRST_SEGMENT = 4, 16, 1024
 ATTENTIONS, CONTEXTS = ("dense", "dilated"), (1024, 4096, 16384)
 # The longest first: at the end no core waits for another.
@@ -276,8 +311,9 @@ CASES = tuple(make_case(attention, seed) for attention in ATTENTIONS for seed in
 
 def _quick(attention: str) -> LanguageCase:
     branches = {n: ((n // 4, n), (1, 2)) if attention == "dilated" else ((n,), (1,)) for n in (128, 256)}
-    configs = {n: Config(2, 8, *of, is_causal=True) for n, of in branches.items()}
-    first, *stages = (Stage(n, configs[n], 2048, 512, points=2) for n in (128, 128, 256))
+    configs = {n: Attention(2, 8, *of, is_causal=True) for n, of in branches.items()}
+    names = {FIRST: 128, "context 128": 128, "context 256": 256}
+    first, *stages = (Stage(name, n, configs[n], 2048, 512, points=2) for name, n in names.items())
     small: dict[str, Any] = {"layers": 1, "dim_feedforward": 16, "validation_bytes": 512, "tests": 2}
     name = f"quick {attention}"
     return LanguageCase(name, attention, 0, configs[256], first, tuple(stages), packages=(), **small)
@@ -294,16 +330,23 @@ def describe(case: dict[str, Any]) -> str:
     model = f"{case['layers']} layers, h = {config['h']}, d = {config['d']}"
     model += f", feed-forward {case['dim_feedforward']}, learning rate {case['learning_rate']:g}"
     steps = [f"{x['total_bytes']:,} bytes in steps of {x['batch_bytes']:,}" for x in (first, stages[-1])]
-    seen = ", ".join(f"context {x['context']:,} {show_branches(x['config'])}" for x in stages)
-    return f"{model}; with context {first['context']:,} {steps[0]}, then with each context {steps[1]}; {seen}"
+    seen = ", ".join(f"{x['name']} {_shown(x['config'])}" for x in stages)
+    before = f"with a context of {first['context']:,} and {_shown(first['config'])} {steps[0]}"
+    return f"{model}; {before}, then {steps[1]} each: {seen}"
 
 
-def group(results: Sequence[Result]) -> dict[tuple[int, str], list[Result]]:
-    """Results of all seeds by context and attention, short contexts first."""
-    found: dict[tuple[int, str], list[Result]] = {}
+def _shown(config: dict[str, Any]) -> str:
+    options = "".join(f", {name} {value!r}" for name, value in config["options"])
+    return f"{show_branches(config)}{options}"
+
+
+def group(results: Sequence[Result]) -> dict[tuple[int, str], list[tuple[str, Result]]]:
+    """Stages and results of all seeds by context and attention, short contexts first."""
+    found: dict[tuple[int, str], list[tuple[str, Result]]] = {}
     for result in (x for x in results if not x.why_not):
         for stage in result.case["stages"]:
-            found.setdefault((stage["context"], result.case["attention"]), []).append(result)
+            key = (stage["context"], result.case["attention"])
+            found.setdefault(key, []).append((stage["name"], result))
     return dict(sorted(found.items(), key=lambda item: item[0][0]))
 
 
@@ -316,15 +359,15 @@ def spread(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f}{around}"
 
 
-def training_seconds(result: Result, context: int) -> tuple[float, ...]:
-    """Of each part of the curve, in the first stage and in that of the context."""
-    return (*result.seconds[FIRST], *result.seconds[str(context)])
+def training_seconds(result: Result, stage: str) -> tuple[float, ...]:
+    """Of each part of the curve, in the first stage and in one after it."""
+    return (*result.seconds[FIRST], *result.seconds[stage])
 
 
-def bits_at(result: Result, context: int, seconds: float) -> float | None:
+def bits_at(result: Result, stage: str, seconds: float) -> float | None:
     """Bits per byte after so many seconds of training, between points; None before the first."""
-    bits = [each for _, each in curve(result.counts, context)]
-    points = list(zip(accumulate(training_seconds(result, context)), bits, strict=True))
+    bits = [each for _, each in curve(result.counts, stage)]
+    points = list(zip(accumulate(training_seconds(result, stage)), bits, strict=True))
     if seconds < points[0][0]:
         return None
     for (start, before), (stop, after) in pairwise(points):
@@ -334,27 +377,50 @@ def bits_at(result: Result, context: int, seconds: float) -> float | None:
     return points[-1][1]
 
 
-def last_quarter(result: Result, context: int) -> float:
+def last_quarter(result: Result, stage: str) -> float:
     """The share of the bits that the last quarter of the bytes has gained."""
-    points = curve(result.counts, context)
+    points = curve(result.counts, stage)
     before = next(bits for seen, bits in points if seen >= 0.75 * points[-1][0])
     return before / points[-1][1] - 1.0
 
 
-def end_cells(groups: Mapping[Any, Sequence[Result]], key: Any, context: int) -> list[str]:
-    """Of a group: bits at equal bytes and at the time of the fastest, seconds, and what was still gained."""
-    totals = {each: mean(sum(training_seconds(x, context)) for x in of) for each, of in groups.items()}
-    seeds, least = groups[key], min(totals.values())
-    gains = [100 * last_quarter(x, context) for x in seeds]
+Runs = Sequence[tuple[str, Result]]  # a stage and the result that holds it, of each seed
+
+
+def seconds_of(runs: Runs) -> float:
+    """The mean over seeds of all seconds of training."""
+    return mean(sum(training_seconds(result, stage)) for stage, result in runs)
+
+
+def walls_of(runs: Runs) -> list[float]:
+    """All seconds of the first stage and of one after it, of each seed."""
+    found = []
+    for stage, result in runs:
+        place = [x["name"] for x in result.case["stages"]].index(stage)
+        found.append(result.seconds["wall"][0] + result.seconds["wall"][1 + place])
+    return found
+
+
+def end_cells(runs: Runs, least: float) -> list[str]:
+    """Pairs over dense, bits at equal bytes and after `least` seconds, seconds, and what was still gained."""
+    gains = [100 * last_quarter(result, stage) for stage, result in runs]
     return [
-        spread([curve(x.counts, context)[-1][1] for x in seeds]),
-        spread([bits_at(x, context, least) for x in seeds]),
-        f"{totals[key]:.0f}",
+        f"{100 * share_of_pairs(*runs[0]):.1f}",
+        spread([curve(result.counts, stage)[-1][1] for stage, result in runs]),
+        spread([bits_at(result, stage, least) for stage, result in runs]),
+        f"{seconds_of(runs):.0f}",
         spread(gains, 1) + (", flat" if mean(gains) <= 100 * FLAT else ""),
     ]
 
 
-END = ["bits per byte, equal bytes", "equal time", "training, core s", "gained by the last quarter, %"]
+def share_of_pairs(stage: str, result: Result) -> float:
+    """Pairs of query and key over those of dense attention."""
+    (n,) = {x["context"] for x in result.case["stages"] if x["name"] == stage}
+    return result.counts[f"{stage}: pairs"] / (result.case["config"]["h"] * n * (n + 1) // 2)
+
+
+END = ["pairs, % of dense", "bits per byte, equal bytes", "equal time", "training, core s"]
+END += ["gained by the last quarter, %"]
 
 
 def make_table(results: Sequence[Result]) -> Table:
@@ -362,18 +428,19 @@ def make_table(results: Sequence[Result]) -> Table:
     groups = group(results)
     contexts = sorted({context for context, _ in groups})
     rows = []
-    for (context, attention), seeds in groups.items():
-        rivals = {key: of for key, of in groups.items() if key[0] == context}
-        cells = end_cells(rivals, (context, attention), context)
-        lasts = [
-            [per_byte(x.counts, f"{context}: last {n}") for x in seeds] for n in contexts if n <= context
-        ]
+    for (context, attention), runs in groups.items():
+        least = min(seconds_of(of) for (n, _), of in groups.items() if n == context)
+        cells = end_cells(runs, least)
+        lasts = [last_bits(runs, n) for n in contexts if n <= context]
         cells += [*map(spread, lasts), *[""] * (len(contexts) - len(lasts))]
-        library = "" if all(x.counts["packages"] for x in seeds) else " (standard library)"
-        wall = f"{mean(x.seconds['wall'][0] for x in seeds):.0f}" if context == contexts[-1] else ""
-        rows.append([f"{context:,}, {attention}{library}", *cells, wall])
+        library = "" if all(x.counts["packages"] for _, x in runs) else " (standard library)"
+        rows.append([f"{context:,}, {attention}{library}", *cells, f"{mean(walls_of(runs)):.0f}"])
     head = ["context and attention", *END, *(f"last {LAST:,} bytes with {n:,}" for n in contexts)]
-    return lacking(results, Table([*head, "wall s a seed, all contexts"], rows))
+    return lacking(results, Table([*head, "wall s a seed"], rows))
+
+
+def last_bits(runs: Runs, context: int) -> list[float]:
+    return [per_byte(result.counts, f"{stage}: last {context}") for stage, result in runs]
 
 
 def position_table(results: Sequence[Result]) -> Table:
@@ -381,10 +448,10 @@ def position_table(results: Sequence[Result]) -> Table:
     groups = group(results)
     starts = [start for start, _ in context_classes(max(context for context, _ in groups))]
     rows = []
-    for (context, attention), seeds in groups.items():
+    for (context, attention), runs in groups.items():
         known = {start for start, _ in context_classes(context)}
         cells = [
-            f"{mean(per_byte(x.counts, f'{context}: at {start}') for x in seeds):.3f}"
+            f"{mean(per_byte(result.counts, f'{stage}: at {start}') for stage, result in runs):.3f}"
             if start in known
             else ""
             for start in starts
@@ -403,25 +470,23 @@ SECTIONS = {
 def summary(record: Record) -> str:
     """Bits and training time of both attentions at the longest context, and what its far end is good for."""
     groups = group(record.results)
-    longest = max(context for context, _ in groups)
-    found, rivals = [], {key: of for key, of in groups.items() if key[0] == longest}
-    for key, seeds in rivals.items():
-        bits, same_time, seconds, _ = end_cells(rivals, key, longest)
-        lasts = [
-            f"{mean(per_byte(x.counts, f'{longest}: last {n}') for x in seeds):.3f} with {n:,}"
-            for n in sorted({context for context, _ in groups})[-2:]
-        ]
+    *_, near, longest = sorted({context for context, _ in groups})
+    rivals = {attention: runs for (context, attention), runs in groups.items() if context == longest}
+    least, found = min(map(seconds_of, rivals.values())), []
+    for attention, runs in rivals.items():
+        _, bits, same_time, seconds, _ = end_cells(runs, least)
+        lasts = [f"{mean(last_bits(runs, n)):.3f} with {n:,}" for n in (near, longest)]
         times = f"after {seconds} core seconds ({same_time} at equal time)"
-        found.append(f"{key[1]} {bits} {times}, and the last {LAST:,} bytes {' and '.join(lasts)}")
+        found.append(f"{attention} {bits} {times}, and the last {LAST:,} bytes {' and '.join(lasts)}")
     return f"Bits per byte of source code at a context of {longest:,} bytes: {'; '.join(found)}.\n"
 
 
 def draw(record: Record) -> str:
     """Bits per byte over the time of training, a line each context and attention."""
     series = []
-    for (context, attention), seeds in group(record.results).items():
-        times = [accumulate(training_seconds(result, context)) for result in seeds]
-        bits = [[each for _, each in curve(result.counts, context)] for result in seeds]
+    for (context, attention), runs in group(record.results).items():
+        times = [accumulate(training_seconds(result, stage)) for stage, result in runs]
+        bits = [[each for _, each in curve(result.counts, stage)] for stage, result in runs]
         points = zip(*(map(mean, zip(*of, strict=True)) for of in (times, bits)), strict=True)
         series.append(Series(f"{attention}, {context:,}", tuple(points)))
     how = {"x_label": "core seconds of training", "y_label": "bits per byte", "chart_id": "language"}

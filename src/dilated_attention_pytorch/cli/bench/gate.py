@@ -38,9 +38,15 @@ def accept(name: str, error: float, dtype: str = "float32") -> float:
 
 
 def largest_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, absolute below 1 and relative to the largest value above; infinite for NaN."""
-    largest = max(1.0, expected.detach().abs().max().item())
-    error = (actual - expected).detach().abs().max().item() / largest
+    """The largest difference, absolute below 1 and relative to the largest value above; infinite for NaN.
+
+    Where infinity is expected, as of rows that meet no key, nothing else will do.
+    """
+    actual, expected, is_infinite = actual.detach(), expected.detach(), expected.isinf()
+    if (actual != expected)[is_infinite].any():
+        return math.inf
+    actual, expected = (x.masked_fill(is_infinite, 0.0) for x in (actual, expected))
+    error = (actual - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     return math.inf if math.isnan(error) else error  # max() may lose a NaN
 
 
@@ -165,9 +171,7 @@ def compare_rows(
         row, row_lse = attend_row(query, key, value, counts)
         errors.append(largest_error(out[-1, t], row))
         if has_lse:
-            actual, unmet = results[1][-1, :, t], row_lse == -math.inf
-            errors.append(largest_error(*(x.masked_fill(unmet, 0.0) for x in (actual, row_lse))))
-            errors += [math.inf] if (actual[unmet] != -math.inf).any() else []
+            errors.append(largest_error(results[1][-1, :, t], row_lse))
         if grad_out is not None:
             dq, *of_keys = torch.autograd.grad(row, leaves, grad_out[-1, t].double())
             errors.append(largest_error(gradients[0][-1, t], dq))
