@@ -34,6 +34,24 @@ def reference(*qkv: Tensor) -> Any:
     return dilated_attention_reference(*qkv, *BRANCHES, return_lse=True)
 
 
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        ([1.0, -math.inf], [1.0, -math.inf], 0.0),
+        ([1.5, -math.inf], [1.0, -math.inf], 0.5),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([1.0, -9.0], [1.0, -math.inf], math.inf),
+        ([1.0, -math.inf], [1.0, -9.0], math.inf),
+        ([math.nan, -math.inf], [1.0, -math.inf], math.inf),
+        ([5.0, 3.0], [4.0, 3.0], 0.25),
+    ],
+)
+def test_errors_are_absolute_or_relative_and_infinities_the_same(
+    actual: list[float], expected: list[float], error: float
+) -> None:
+    assert gate.largest_error(torch.tensor(actual), torch.tensor(expected).double()) == error
+
+
 def test_right_answers_pass_and_wrong_ones_do_not() -> None:
     inputs, grad_out = gate.make_inputs((2, 101, 4, 8), backward=True)
     error = max(gate.compare(attend, reference, inputs, grad_out))

@@ -78,11 +78,8 @@ def test_what_is_compared_costs_the_same_and_what_is_isolated_never_meets() -> N
         assert dilated[0][0] == (2048 if n >= 8192 else n // 16)
         assert dilated[0][-1] >= n
         assert attentions.branches_of("isolated", n, 8) == (dilated[0][:1], (1,))
-    dilated, case = attentions.branches_of("dilated", 8192, 8), choice.CASES[0]
-    spec = replace(case.config, segment_lengths=dilated[0], dilation_rates=dilated[1])
-    stage = replace(case.language.stages[-1], context=8192)
-    text, needles = replace(case.language, stages=(stage,)), replace(case.reach, lengths=(8192,))
-    counted = choice.count_reach(replace(case, variant="dilated", config=spec, language=text, reach=needles))
+    config = language.Attention(8, 4, *attentions.branches_of("dilated", 8192, 8), is_causal=True)
+    counted = language.count_pairs(language.Stage("", 8192, config, 1, 1, 1), 0)
     for name in attentions.PATTERNS:
         blocks = attentions.sparse_of(name, 8192, CONFIG)
         assert blocks is not None
@@ -175,6 +172,22 @@ def test_language_models_differ_in_their_attention_alone() -> None:
         assert differ(configs[0], configs[-1]) == contexts
 
 
+def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
+    sources = corpus.Sources(("a",), ("b",), 2)
+    assert {case.kind for case in choice.CASES} == set(choice.SECTIONS) == {"choice"}
+    for seed in language.SEEDS:
+        cases = [case for case in choice.CASES if case.seed == seed]
+        assert len({case.first for case in cases}) == 1
+        stages = [stage for case in cases for stage in case.stages]
+        assert sorted(stage.name for stage in stages) == sorted(attentions.VARIANTS)
+        assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(16384, 3 * 2**20, 16384)}
+        assert len({stage.config for stage in stages}) == len(stages)
+        for stage in stages:
+            options = dict(attentions.VARIANTS[stage.name].options)
+            assert language.train_config(cases[0], stage, sources).attention_options == options
+            assert {name: getattr(stage.config.spec, name) for name in options} == options
+
+
 def test_a_stage_goes_on_where_the_first_has_ended() -> None:
     """With the same stage in two parts, a model is the one of a run without a break."""
     case, sources = language.QUICK[1], corpus.open_sources(())
@@ -229,27 +242,31 @@ def test_bits_are_those_of_the_next_byte() -> None:
     assert counted == {"bits x": round(expected.sum().item()), "bytes x": 16}
 
 
+LONG = "context 256"
+
+
 def made_result(bits: list[float], seconds: list[float], **counts: int) -> Result:
     """With one point in the first stage."""
     for place, value in enumerate(bits, 1):
-        name = f"{256 if place > 1 else language.FIRST}: after {place * 100}"
+        name = f"{LONG if place > 1 else language.FIRST}: after {place * 100}"
         counts |= {f"bits {name}": round(value * 1000), f"bytes {name}": 1000}
-    times = {language.FIRST: tuple(seconds[:1]), "256": tuple(seconds[1:]), "wall": (1.0,)}
+    times = {language.FIRST: tuple(seconds[:1]), LONG: tuple(seconds[1:]), "wall": (1.0, 2.0, 4.0)}
+    counts[f"{LONG}: pairs"] = 256 * 257 // 2  # of two heads
     return Result(case_of(language.QUICK[0]), 1, 0.0, times, counts)
 
 
 def test_curves_are_read_at_equal_time_and_judged_by_their_last_quarter() -> None:
     result = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
-    assert language.curve(result.counts, 256) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
-    assert language.curve(result.counts, 128) == [(100, 4.0)]
+    assert language.curve(result.counts, LONG) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
+    assert language.curve(result.counts, "another") == [(100, 4.0)]
     times = {5.0: None, 10.0: 4.0, 15.0: 3.5, 30.0: 2.5, 40.0: 2.25, 50.0: 2.0, 99.0: 2.0}
-    assert {at: language.bits_at(result, 256, at) for at in times} == times
-    assert language.last_quarter(result, 256) == pytest.approx(0.25)
+    assert {at: language.bits_at(result, LONG, at) for at in times} == times
+    assert language.last_quarter(result, LONG) == pytest.approx(0.25)
     flat = made_result([3.0, 2.0, 2.0, 1.99], [1.0] * 4)
-    assert language.last_quarter(flat, 256) < language.FLAT
-    cells = {name: language.end_cells({"a": [result], "b": [flat]}, name, 256) for name in "ab"}
-    assert cells["a"] == ["2.000", "", "50", "25.0"]  # nothing is known of the first 4 seconds
-    assert cells["b"] == ["1.990", "1.990", "4", "0.5, flat"]
+    assert language.last_quarter(flat, LONG) < language.FLAT
+    assert language.walls_of([(LONG, flat)]) == [5.0]
+    assert language.end_cells([(LONG, result)], 4.0) == ["50.0", "2.000", "", "50", "25.0"]
+    assert language.end_cells([(LONG, flat)], 4.0) == ["50.0", "1.990", "1.990", "4", "0.5, flat"]
 
 
 def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,12 +277,12 @@ def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPat
     first, second = (language.measure(case, corpus.open_sources(())).counts for _ in range(2))
     assert first == second
     for context in (128, 256):
-        points = [bits for _, bits in language.curve(first, context)]
+        points = [bits for _, bits in language.curve(first, f"context {context}")]
         assert points == sorted(points, reverse=True)
         assert 3.0 < points[-1] < 6.0  # 8 bits know nothing
-    assert first["bytes 256: last 256"] == first["bytes 256: last 128"] * 2 == 2 * 256
-    parts = sum(count for name, count in first.items() if name.startswith("bits 256: at "))
-    assert parts == pytest.approx(first["bits 256: last 256"], abs=4)
+    assert first[f"bytes {LONG}: last 256"] == first[f"bytes {LONG}: last 128"] * 2 == 2 * 256
+    parts = sum(count for name, count in first.items() if name.startswith(f"bits {LONG}: at "))
+    assert parts == pytest.approx(first[f"bits {LONG}: last 256"], abs=4)
 
 
 def test_packages_are_known_by_their_hash_or_the_library_is_taken(
@@ -401,12 +418,9 @@ def test_summaries_are_means_over_seeds() -> None:
     found = reach.summary(record.Record({}, {}, tuple(results)))
     assert "Trained on 8,192 tokens and tested on 32,768," in found
     assert found.endswith("**one needle** with window 91 %; **the right one of 4** with window 41 %.\n")
-    lasts = {
-        f"{what} 256: last {n}": count for n in (128, 256) for what, count in (("bits", n), ("bytes", 100))
-    }
     made = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
-    lasts |= {f"{what} 128: last 128": 1 for what in ("bits", "bytes")}
-    made = replace(made, counts={**made.counts, **lasts}, seconds={**made.seconds, "128": (1.0,)})
+    lasts = {f"{x} {LONG}: last {n}": y for n in (128, 256) for x, y in (("bits", n), ("bytes", 100))}
+    made = replace(made, counts={**made.counts, **lasts})
     found = language.summary(record.Record({}, {}, (made,)))
     assert "at a context of 256 bytes: dense 2.000 after 50 core seconds (2.000 at equal time)" in found
     assert found.endswith("and the last 1,024 bytes 1.280 with 128 and 2.560 with 256.\n")
@@ -450,7 +464,7 @@ def _texts(path: Path) -> list[str]:
 
 
 def test_a_measured_case_keeps_what_its_process_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, case in ((reach, reach.QUICK[1]), (language, language.QUICK[1]), (choice, choice.QUICK[0])):
+    for module, case in ((reach, reach.QUICK[1]), (language, language.QUICK[1]), (language, choice.QUICK[0])):
         assert all(figure.value is None for figure in case.figures(Measured(why_not="why")))
         monkeypatch.setattr(module, "measure_in_child", lambda *_: Measured(None, {"a": 1}, {}, "why"))
         found = case.run(lambda _: None)
