@@ -339,7 +339,7 @@ def test_a_record_goes_on_with_what_it_lacks(tmp_path: Path, monkeypatch: pytest
     assert read_record(out).results == found.results
     assert list(found.results[0].notes) == ["commit"]
     shown = record.origin(found, reach.SECTIONS)
-    assert f"commit ffffffffffff, 1 cases at {found.results[0].notes['commit'][:12]}" in shown
+    assert f"commit ffffffffffff, 1 case at {found.results[0].notes['commit'][:12]}" in shown
     other = replace(found, machine={**found.machine, "torch": "0.0"})
     with pytest.raises(ValueError, match=r"begun with, got torch 0\.0, now"):
         record.measure_all(cases, run, out, known=other)

@@ -304,7 +304,7 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
     commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""
     older = [result.notes["commit"] for result in record.results if "commit" in result.notes]
-    changed += "".join(f", {older.count(each)} cases at {each[:12]}" for each in dict.fromkeys(older))
+    changed += "".join(f", {_plural(older.count(x), 'case')} at {x[:12]}" for x in dict.fromkeys(older))
     dtypes = {result.case["config"].get("dtype", "float32") for result in record.results} or {"float32"}
     timed = [x for x in record.results if x.seconds and sections[x.case["kind"]].has_rounds]
     repeats = sorted({result.repeats for result in timed})
