@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,49 +29,25 @@ WORDS = {
     "window": "the nearest blocks, about as many pairs as dilated",
     "isolated": "the first branch of dilated alone, so that tokens of different segments never meet",
 }
-TRAINED, BLOCK = 8192, 128  # tokens in the end, and those of a block
+TRAINED, LONGEST = 8192, 65536  # tokens in the end of training, and in tests
+FIRST, BLOCK = 2048, 128  # tokens of the first segment, and of a block
 # Of shorter sequences the first segment is this part. They span several segments of all branches but the last
 # ones, as long sequences do: models learn to cross their boundaries while sequences are short.
 FIRST_PART = 16
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Dilated attention: `branches_for(longest, num_heads, first=first, ratio=ratio)` with options.
-
-    They are made for the `longest` sequence and serve all others, but for those shorter than TRAINED, for
-    which all segments are shorter by one factor.
-    """
-
-    first: int = 2048
-    ratio: int | None = None
-    longest: int = 65536
-    options: tuple[tuple[str, str], ...] = ()
-
-    def branches(self, n: int, num_heads: int) -> Branches:
-        first = self.first if n >= TRAINED else max(1, n // FIRST_PART)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of positions that no head serves
-            longest = first * self.longest // self.first
-            return branches_for(longest, num_heads, first=first, ratio=self.ratio)
-
-
-DILATED = Variant()
-_CHOSEN = (1024, 2, 32768)
-VARIANTS = {
-    f"first {first:,}, ratio {ratio}": Variant(first, ratio, 32768)
-    for first in (512, 1024, 2048)
-    for ratio in (2, 4)
-}
-VARIANTS |= {"blocked offsets": Variant(*_CHOSEN, (("head_offsets", "blocked"),))}
-VARIANTS |= {"grouped heads": Variant(*_CHOSEN, (("head_mixing", "grouped"),))}
-
-
 def branches_of(attention: str, n: int, num_heads: int) -> Branches:
-    """Segment lengths and dilation rates for sequences of n tokens."""
+    """Segment lengths and dilation rates for sequences of n tokens.
+
+    Those of "dilated" are made for sequences of LONGEST and serve all others, but for those shorter than
+    TRAINED, for which all segments are shorter by one factor.
+    """
     if attention == "dense":
         return (n,), (1,)
-    lengths, rates = VARIANTS.get(attention, DILATED).branches(n, num_heads)
+    first = FIRST if n >= TRAINED else max(1, n // FIRST_PART)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of positions that no head serves
+        lengths, rates = branches_for(first * LONGEST // FIRST, num_heads, first=first)
     return (lengths[:1], rates[:1]) if attention == "isolated" else (lengths, rates)
 
 
@@ -94,7 +69,7 @@ def attention_error(attention: str, config: Config) -> float:
     blocks = sparse_of(attention, n, config)
     if blocks is not None:
         return sparse.reduced_error(blocks, n, backward=True)
-    given = DilatedSpec(*branches_of(attention, n, config.h), is_causal=True, **_options(attention))
+    given = DilatedSpec(*branches_of(attention, n, config.h), is_causal=True)
     reference = partial(dilated_attention_reference, segment_lengths=given)
     inputs, grad_out = gate.make_inputs((1, n, config.h, config.d), backward=True)
     return max(gate.compare(attend(attention, n, config), reference, inputs, grad_out))
@@ -106,12 +81,8 @@ def attend(attention: str, n: int, config: Config) -> Callable[[Tensor, Tensor, 
     if blocks is not None:
         pattern = blocks.make_pattern(n)
         return lambda *qkv: block_sparse_attention(*qkv, pattern, is_causal=True)
-    branches, options = branches_of(attention, n, config.h), _options(attention)
-    return lambda *qkv: dilated_attention(*qkv, *branches, is_causal=True, **options)
-
-
-def _options(attention: str) -> dict[str, Any]:
-    return dict(VARIANTS.get(attention, DILATED).options)
+    branches = branches_of(attention, n, config.h)
+    return lambda *qkv: dilated_attention(*qkv, *branches, is_causal=True)
 
 
 def attention_settings(attention: str, n: int, config: Config) -> dict[str, Any]:
@@ -120,7 +91,7 @@ def attention_settings(attention: str, n: int, config: Config) -> dict[str, Any]
     settings: dict[str, Any] = {"segment_lengths": lengths, "dilation_rates": rates}
     blocks = sparse_of(attention, n, config)
     if blocks is None:
-        return {**settings, "attention_options": _options(attention)}
+        return settings
     chosen = {
         "pattern_type": blocks.pattern_type,
         "sparsity_ratio": blocks.sparsity_ratio,

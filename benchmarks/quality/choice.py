@@ -15,42 +15,51 @@ from statistics import mean
 
 import language
 import torch
-from attentions import VARIANTS, branches_of, lacking
+from attentions import lacking
 from common import run_case
 from language import END, FIRST, LAYERS, Attention, LanguageCase, Runs, Stage, end_cells, seconds_of, walls_of
 
+from dilated_attention_pytorch import branches_for
 from dilated_attention_pytorch.cli.bench.record import Result, Section, Table
 
 HEADS, HEAD_DIM, SHORT, CONTEXT = 8, 8, 1024, 16384
 PARTS = 2  # of the settings of a seed, so that there is work for more cores than there are seeds
+# First segment, ratio and options.
+SETTINGS: dict[str, tuple[int, int, tuple[tuple[str, str], ...]]] = {
+    f"first {first:,}, ratio {ratio}": (first, ratio, ()) for first in (512, 1024, 2048) for ratio in (2, 4)
+}
+SETTINGS |= {"blocked offsets": (1024, 2, (("head_offsets", "blocked"),))}
+SETTINGS |= {"grouped heads": (1024, 2, (("head_mixing", "grouped"),))}
 
 
-def make_case(variants: Sequence[str], seed: int) -> LanguageCase:
+def attention_of(name: str, context: int, head_dim: int = HEAD_DIM) -> Attention:
+    """A setting for a context; its first segment is the same part of each."""
+    first, ratio, options = SETTINGS[name]
+    branches = branches_for(context, HEADS, first=first * context // CONTEXT, ratio=ratio)
+    return Attention(HEADS, head_dim, *branches, is_causal=True, options=options)
+
+
+def make_case(names: Sequence[str], seed: int) -> LanguageCase:
     dense = Attention(HEADS, HEAD_DIM, (SHORT,), (1,), is_causal=True)
     first = Stage(FIRST, SHORT, dense, 12 * 2**20, 4096, points=12)
-    stages = []
-    for name in variants:
-        branches, options = branches_of(name, CONTEXT, HEADS), VARIANTS[name].options
-        config = Attention(HEADS, HEAD_DIM, *branches, is_causal=True, options=options)
-        stages.append(Stage(name, CONTEXT, config, 3 * 2**20, 16384, points=6))
-    name = f"from {variants[0]!r} on, seed {seed}"
-    return LanguageCase(name, "dilated", seed, stages[-1].config, first, tuple(stages), kind="choice")
+    stages = tuple(Stage(x, CONTEXT, attention_of(x, CONTEXT), 3 * 2**20, 16384, points=6) for x in names)
+    name = f"from {names[0]!r} on, seed {seed}"
+    return LanguageCase(name, "dilated", seed, stages[-1].config, first, stages, kind="choice")
 
 
-_NAMES = list(VARIANTS)
+_NAMES = list(SETTINGS)
 CASES = tuple(make_case(_NAMES[part::PARTS], seed) for part in range(PARTS) for seed in language.SEEDS)
 
 
 def _quick() -> LanguageCase:
     text = language.QUICK[0]
-    *_, stage = text.stages
-    stages = []
-    for name in ("first 1,024, ratio 2", "grouped heads"):
-        options = VARIANTS[name].options
-        config = Attention(8, 2, *branches_of(name, 256, 8), is_causal=True, options=options)
-        stages.append(replace(stage, name=name, config=config))
-    first = replace(text.first, config=Attention(8, 2, (128,), (1,), is_causal=True))
-    return replace(text, name="quick", kind="choice", config=config, first=first, stages=tuple(stages))
+    configs = {
+        name: attention_of(name, 256, head_dim=2) for name in ("first 1,024, ratio 2", "grouped heads")
+    }
+    stages = tuple(replace(text.stages[-1], name=name, config=config) for name, config in configs.items())
+    first = replace(text.first, config=Attention(HEADS, 2, (128,), (1,), is_causal=True))
+    config = stages[-1].config
+    return replace(text, name="quick", kind="choice", config=config, first=first, stages=stages)
 
 
 QUICK = (_quick(),)
@@ -67,7 +76,7 @@ def make_table(results: Sequence[Result]) -> Table:
             groups[stage["name"]] = [*groups.get(stage["name"], []), (stage["name"], result)]
     least = min(map(seconds_of, groups.values()))
     rows = []
-    for name, runs in sorted(groups.items(), key=lambda item: list(VARIANTS).index(item[0])):
+    for name, runs in sorted(groups.items(), key=lambda item: _NAMES.index(item[0])):
         later, *reached = (
             sum(x.counts[f"{name}: {what}"] for _, x in runs)
             for what in ("later", *(f"reached {layers}" for layers in LAYERS))

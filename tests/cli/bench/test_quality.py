@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import reach
 import torch
 from hypothesis import given, settings, strategies as st
 
+from dilated_attention_pytorch import dilated_attention
 from dilated_attention_pytorch.cli.bench import record
 from dilated_attention_pytorch.cli.bench.measure import Measured
 from dilated_attention_pytorch.cli.bench.record import Result, case_of, read_record
@@ -32,7 +34,6 @@ from support.suites import RESULTS, ROOT, is_whole
 CONFIG = common.Config(8, 4, (32,), (1,), is_causal=True)
 SECONDS = {"training": (3.0,), "tests": (1.0,), "wall": (2.0,)}
 NEEDLES = {f"needles {n}": 3 for n in (8192, 16384, 32768, 65536)}
-NAMES = [*attentions.WORDS, *attentions.VARIANTS]
 
 
 @settings(max_examples=30, deadline=None)
@@ -57,16 +58,21 @@ def test_every_query_has_one_answer_before_it(task: str, rows: int, n: int, seed
 
 
 @pytest.mark.parametrize("n", [128, 200])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*attentions.WORDS, "first 512, ratio 4", "blocked offsets", "grouped heads"]
+)
 def test_reach_is_that_of_the_definition(name: str, n: int) -> None:
-    blocks = attentions.sparse_of(name, n, CONFIG)
-    if blocks is not None:
+    blocks, see = attentions.sparse_of(name, n, CONFIG), attentions.attend(name, n, CONFIG)
+    if name in choice.SETTINGS:
+        config = choice.attention_of(name, 128)
+        see = partial(dilated_attention, segment_lengths=config.spec)
+        sees = multiplicity(n, 8, *config.branches, is_causal=True, **dict(config.options)).gt(0).any(0)
+    elif blocks is not None:
         sees = blocks.make_pattern(n).to_dense().any(0).tril()
     else:
-        branches, options = attentions.branches_of(name, n, 8), dict(attentions._options(name))
-        sees = multiplicity(n, 8, *branches, is_causal=True, **options).gt(0).any(0)
+        sees = multiplicity(n, 8, *attentions.branches_of(name, n, 8), is_causal=True).gt(0).any(0)
     keys, step = torch.tensor([0, 3, n // 2, n - 1]), (sees | torch.eye(n).bool()).float()
-    expected, found = torch.eye(n), attentions.reached_from(attentions.attend(name, n, CONFIG), keys, n, 8)
+    expected, found = torch.eye(n), attentions.reached_from(see, keys, n, 8)
     for _ in range(3):
         expected = (step @ expected > 0).float()
         assert torch.equal(next(found), expected[:, keys].T.bool())
@@ -91,7 +97,7 @@ def test_what_is_compared_costs_the_same_and_what_is_isolated_never_meets() -> N
         attentions.branches_of("dilated", 8192, 2)
 
 
-@pytest.mark.parametrize("name", ["dilated", "window", "grouped heads"])
+@pytest.mark.parametrize("name", ["dilated", "window"])
 def test_models_begin_with_the_same_weights_and_keep_them_at_other_lengths(name: str) -> None:
     sizes = reach.QUICK[0].sizes
     dense, model = (attentions.make_model(x, 64, CONFIG, 7, **sizes) for x in ("dense", name))
@@ -179,11 +185,14 @@ def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
         cases = [case for case in choice.CASES if case.seed == seed]
         assert len({case.first for case in cases}) == 1
         stages = [stage for case in cases for stage in case.stages]
-        assert sorted(stage.name for stage in stages) == sorted(attentions.VARIANTS)
+        assert sorted(stage.name for stage in stages) == sorted(choice.SETTINGS)
         assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(16384, 3 * 2**20, 16384)}
         assert len({stage.config for stage in stages}) == len(stages)
         for stage in stages:
-            options = dict(attentions.VARIANTS[stage.name].options)
+            first, ratio, given = choice.SETTINGS[stage.name]
+            assert stage.config.segment_lengths[:2] == (first, first * ratio)
+            assert stage.config.segment_lengths[-1] >= stage.context
+            options = dict(given)
             assert language.train_config(cases[0], stage, sources).attention_options == options
             assert {name: getattr(stage.config.spec, name) for name in options} == options
 
