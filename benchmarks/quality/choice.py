@@ -3,8 +3,8 @@
     python benchmarks/quality choice --out benchmarks/results/choice.json
     python benchmarks/quality choice --render --update docs/quality.md --markers choice
 
-All models of a seed go on from the same one, whose short context is dense. Beside what they learn stands what
-is in reach of a few layers by the definition.
+All models of a seed go on from the same one, whose short context is dense; times are of what follows. Beside
+what they learn stands what is in reach of a few layers by the definition.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_table(results: Sequence[Result]) -> Table:
     for result in (x for x in results if not x.why_not):
         for stage in result.case["stages"]:
             groups[stage["name"]] = [*groups.get(stage["name"], []), (stage["name"], result)]
-    least = min(map(seconds_of, groups.values()))
+    least = min(map(seconds_of, groups.values()), default=0.0)
     rows = []
     for name, runs in sorted(groups.items(), key=lambda item: _NAMES.index(item[0])):
         later, *reached = (

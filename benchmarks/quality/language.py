@@ -7,10 +7,11 @@
 
 A model is trained with a short context first, in small steps. From there it goes on three times, with the
 short context and with longer ones, in steps of the same bytes. It has no position encoding and so knows no
-longest context; each byte is embedded with those before it. Models of a seed begin with the same weights and
-see the same bytes in the same order. The learning rate is constant after its warmup, and tests are of the
-average of the last weights, so that every point of a curve is the end of a shorter run. The packages to train
-on are downloaded once; one that no model has seen is predicted.
+longest context; each byte is embedded with those before it. Dense and dilated models of a seed begin with the
+same weights and see the same bytes in the same order; with a longer context a step has fewer and longer
+sequences. The learning rate is constant after its warmup, and tests are of the average of the last weights,
+so that every point of a curve is the end of a shorter run. The packages to train on are downloaded once; one
+that no model has seen is predicted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ KEPT = 0.98
 LAYERS = (1, 2, 3)  # through which the reach is told
 KEYS = 64  # of which it is found what they reach
 LAST_BYTES = 4  # that are embedded together
-FLAT = 0.01  # of the bits: what the last quarter of the bytes may still gain on a plateau
+FLAT = 0.01  # of the bits: what the last quarter of a stage may still change on a plateau
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ def per_byte(counts: dict[str, int], name: str) -> float:
     return counts[f"bits {name}"] / counts[f"bytes {name}"]
 
 
-def curve(counts: dict[str, int], stage: str) -> list[tuple[int, float]]:
-    """Bytes seen, in the first stage and in one after it, and bits per byte after them."""
-    starts = tuple(f"bits {name}: after " for name in (FIRST, stage))
+def curve(counts: dict[str, int], *stages: str) -> list[tuple[int, float]]:
+    """Bytes seen, from the beginning of the first stage on, and bits per byte in the given stages."""
+    starts = tuple(f"bits {name}: after " for name in stages)
     names = [name.removeprefix("bits ") for name in counts if name.startswith(starts)]
     return [(int(name.split()[-1]), per_byte(counts, name)) for name in names]
 
@@ -177,13 +178,14 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
     ends = windows_of(first.validation_data, case.tests, longest)
     counts: dict[str, int] = {"parameters": sum(x.numel() for x in first.model.parameters())}
     counts |= {"packages": sources.packages, "bytes to train on": len(first.train_data)}
-    seconds = {FIRST: train(case, case.first, first, windows, counts)[1]}
+    before = average_of(first)
+    seconds = {FIRST: train(case, case.first, first, before, windows, counts)}
     walls.append(time.perf_counter())
     contexts = sorted({stage.context for stage in case.stages})
     for stage in case.stages:
         run, name = start_run(case, stage, sources), stage.name
-        go_on(run, first)
-        model, seconds[name] = train(case, stage, run, windows, counts)
+        model = go_on(run, first, before)
+        seconds[name] = train(case, stage, run, model, windows, counts)
         for context in [x for x in contexts if x <= stage.context]:
             bits = bits_of(model, ends[:, -context - 1 :])
             counts |= count(f"{name}: last {context}", bits[:, -LAST:])
@@ -236,21 +238,33 @@ def start_run(case: LanguageCase, stage: Stage, sources: Sources) -> Run:
     return run
 
 
-def go_on(run: Run, before: Run) -> None:
-    """A run takes over weights, averages and the step of another, whose context may be another."""
+def average_of(run: Run) -> AveragedModel:
+    """What is tested: an average of the weights, which begins with those after the next step."""
+    return AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
+
+
+def go_on(run: Run, before: Run, average: AveragedModel) -> AveragedModel:
+    """A run takes over weights, the optimiser's averages and the step of another; the average goes on too."""
     known = before.tensors()
     for name, tensor in run.tensors().items():
         tensor.copy_(known[name])
     for x in run.model.parameters():
         run.optimiser.state[x]["step"].fill_(before.step)
     run.step = before.step
+    model = average_of(run)
+    model.load_state_dict(average.state_dict())
+    return model
 
 
 def train(
-    case: LanguageCase, stage: Stage, run: Run, windows: Tensor, counts: dict[str, int]
-) -> tuple[Module, tuple[float, ...]]:
-    """The average of the model, and seconds up to each point of the curve, whose bits are counted."""
-    model = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
+    case: LanguageCase,
+    stage: Stage,
+    run: Run,
+    model: AveragedModel,
+    windows: Tensor,
+    counts: dict[str, int],
+) -> tuple[float, ...]:
+    """Seconds up to each point of the curve, at which the bits of the average are counted."""
     first, seconds, start = run.step, [], time.process_time()
     before = 0 if stage == case.first else case.first.total_bytes
     for point in range(1, stage.points + 1):
@@ -264,7 +278,7 @@ def train(
         total, found = before + stage.total_bytes, f"{bits.mean():.3f} bits per byte"
         tell(f"{case.name}, {stage.name}: {seen:,} of {total:,} bytes, {found}")
         start = time.process_time()
-    return model, tuple(seconds)
+    return tuple(seconds)
 
 
 def in_contexts(windows: Tensor, context: int) -> Tensor:
@@ -359,15 +373,15 @@ def spread(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f}{around}"
 
 
-def training_seconds(result: Result, stage: str) -> tuple[float, ...]:
-    """Of each part of the curve, in the first stage and in one after it."""
-    return (*result.seconds[FIRST], *result.seconds[stage])
+def training_seconds(result: Result, *stages: str) -> tuple[float, ...]:
+    """Of each part of the curve of the given stages."""
+    return tuple(each for stage in stages for each in result.seconds[stage])
 
 
-def bits_at(result: Result, stage: str, seconds: float) -> float | None:
-    """Bits per byte after so many seconds of training, between points; None before the first."""
-    bits = [each for _, each in curve(result.counts, stage)]
-    points = list(zip(accumulate(training_seconds(result, stage)), bits, strict=True))
+def bits_at(result: Result, seconds: float, *stages: str) -> float | None:
+    """Bits per byte after so many seconds of the stages, between points; None before the first."""
+    bits = [each for _, each in curve(result.counts, *stages)]
+    points = list(zip(accumulate(training_seconds(result, *stages)), bits, strict=True))
     if seconds < points[0][0]:
         return None
     for (start, before), (stop, after) in pairwise(points):
@@ -378,18 +392,19 @@ def bits_at(result: Result, stage: str, seconds: float) -> float | None:
 
 
 def last_quarter(result: Result, stage: str) -> float:
-    """The share of the bits that the last quarter of the bytes has gained."""
+    """The share of the bits that the last quarter of a stage has gained."""
     points = curve(result.counts, stage)
-    before = next(bits for seen, bits in points if seen >= 0.75 * points[-1][0])
+    (total,) = {x["total_bytes"] for x in result.case["stages"] if x["name"] == stage}
+    before = next(bits for seen, bits in points if seen >= points[-1][0] - total / 4)
     return before / points[-1][1] - 1.0
 
 
 Runs = Sequence[tuple[str, Result]]  # a stage and the result that holds it, of each seed
 
 
-def seconds_of(runs: Runs) -> float:
-    """The mean over seeds of all seconds of training."""
-    return mean(sum(training_seconds(result, stage)) for stage, result in runs)
+def seconds_of(runs: Runs, *before: str) -> float:
+    """The mean over seeds of the seconds of training, in a stage and in those `before` it."""
+    return mean(sum(training_seconds(result, *before, stage)) for stage, result in runs)
 
 
 def walls_of(runs: Runs) -> list[float]:
@@ -401,15 +416,18 @@ def walls_of(runs: Runs) -> list[float]:
     return found
 
 
-def end_cells(runs: Runs, least: float) -> list[str]:
-    """Pairs over dense, bits at equal bytes and after `least` seconds, seconds, and what was still gained."""
+def end_cells(runs: Runs, least: float, *before: str) -> list[str]:
+    """Pairs over dense, bits at equal bytes and after `least` seconds, seconds, and what was still gained.
+
+    Seconds are those of a stage and of the ones `before` it.
+    """
     gains = [100 * last_quarter(result, stage) for stage, result in runs]
     return [
         f"{100 * share_of_pairs(*runs[0]):.1f}",
         spread([curve(result.counts, stage)[-1][1] for stage, result in runs]),
-        spread([bits_at(result, stage, least) for stage, result in runs]),
-        f"{seconds_of(runs):.0f}",
-        spread(gains, 1) + (", flat" if mean(gains) <= 100 * FLAT else ""),
+        spread([bits_at(result, least, *before, stage) for stage, result in runs]),
+        f"{seconds_of(runs, *before):.0f}",
+        spread(gains, 1) + (", flat" if max(map(abs, gains)) <= 100 * FLAT else ""),
     ]
 
 
@@ -429,8 +447,8 @@ def make_table(results: Sequence[Result]) -> Table:
     contexts = sorted({context for context, _ in groups})
     rows = []
     for (context, attention), runs in groups.items():
-        least = min(seconds_of(of) for (n, _), of in groups.items() if n == context)
-        cells = end_cells(runs, least)
+        least = min(seconds_of(of, FIRST) for (n, _), of in groups.items() if n == context)
+        cells = end_cells(runs, least, FIRST)
         lasts = [last_bits(runs, n) for n in contexts if n <= context]
         cells += [*map(spread, lasts), *[""] * (len(contexts) - len(lasts))]
         library = "" if all(x.counts["packages"] for _, x in runs) else " (standard library)"
@@ -444,14 +462,14 @@ def last_bits(runs: Runs, context: int) -> list[float]:
 
 
 def position_table(results: Sequence[Result]) -> Table:
-    """Bits per byte by position in the context, means over seeds."""
+    """Bits per byte by position in the context."""
     groups = group(results)
-    starts = [start for start, _ in context_classes(max(context for context, _ in groups))]
+    starts = [start for start, _ in context_classes(max((context for context, _ in groups), default=1))]
     rows = []
     for (context, attention), runs in groups.items():
         known = {start for start, _ in context_classes(context)}
         cells = [
-            f"{mean(per_byte(result.counts, f'{stage}: at {start}') for stage, result in runs):.3f}"
+            spread([per_byte(x.counts, f"{stage}: at {start}") for stage, x in runs])
             if start in known
             else ""
             for start in starts
@@ -461,7 +479,7 @@ def position_table(results: Sequence[Result]) -> Table:
 
 
 TITLE = "**Language**: bits per byte of source code that no model has seen; mean over seeds ± half the range"
-BY_POSITION = "**By position in the context**: bits per byte, mean over seeds"
+BY_POSITION = "**By position in the context**: bits per byte, of the same bytes with both attentions"
 SECTIONS = {
     "language": Section(TITLE, make_table, describe, has_rounds=False, more={BY_POSITION: position_table})
 }
@@ -470,11 +488,14 @@ SECTIONS = {
 def summary(record: Record) -> str:
     """Bits and training time of both attentions at the longest context, and what its far end is good for."""
     groups = group(record.results)
-    *_, near, longest = sorted({context for context, _ in groups})
+    contexts = sorted({context for context, _ in groups})
+    if len(contexts) < 2:
+        raise ValueError(f"a summary compares two contexts at least, got a record of {contexts}")
+    near, longest = contexts[-2:]
     rivals = {attention: runs for (context, attention), runs in groups.items() if context == longest}
-    least, found = min(map(seconds_of, rivals.values())), []
+    least, found = min(seconds_of(runs, FIRST) for runs in rivals.values()), []
     for attention, runs in rivals.items():
-        _, bits, same_time, seconds, _ = end_cells(runs, least)
+        _, bits, same_time, seconds, _ = end_cells(runs, least, FIRST)
         lasts = [f"{mean(last_bits(runs, n)):.3f} with {n:,}" for n in (near, longest)]
         times = f"after {seconds} core seconds ({same_time} at equal time)"
         found.append(f"{attention} {bits} {times}, and the last {LAST:,} bytes {' and '.join(lasts)}")
@@ -485,8 +506,8 @@ def draw(record: Record) -> str:
     """Bits per byte over the time of training, a line each context and attention."""
     series = []
     for (context, attention), runs in group(record.results).items():
-        times = [accumulate(training_seconds(result, stage)) for stage, result in runs]
-        bits = [[each for _, each in curve(result.counts, stage)] for stage, result in runs]
+        times = [accumulate(training_seconds(result, FIRST, stage)) for stage, result in runs]
+        bits = [[each for _, each in curve(result.counts, FIRST, stage)] for stage, result in runs]
         points = zip(*(map(mean, zip(*of, strict=True)) for of in (times, bits)), strict=True)
         series.append(Series(f"{attention}, {context:,}", tuple(points)))
     how = {"x_label": "core seconds of training", "y_label": "bits per byte", "chart_id": "language"}

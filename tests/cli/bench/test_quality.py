@@ -198,17 +198,23 @@ def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
 
 
 def test_a_stage_goes_on_where_the_first_has_ended() -> None:
-    """With the same stage in two parts, a model is the one of a run without a break."""
+    """With the same stage in two parts, a model and its average are those of a run without a break."""
     case, sources = language.QUICK[1], corpus.open_sources(())
     whole = language.start_run(case, replace(case.first, total_bytes=8 * 512), sources)
     first, then = (language.start_run(case, case.first, sources) for _ in range(2))
-    for run, steps in ((whole, 8), (first, 4)):
+    averages = [language.average_of(run) for run in (whole, first)]
+    for run, average, steps in ((whole, averages[0], 8), (first, averages[1], 4)):
         for _ in range(steps):
             run.take_step()
-    language.go_on(then, first)
+            average.update_parameters(run.model)
+    average = language.go_on(then, first, averages[1])
     assert then.step == 4
     for _ in range(4):
         then.take_step()
+        average.update_parameters(then.model)
+    for one, other in zip(average.parameters(), averages[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(*(next(x.parameters()) for x in (average, then.model)))
     for name, tensor in whole.tensors().items():
         assert torch.equal(then.tensors()[name], tensor), name
 
@@ -261,21 +267,30 @@ def made_result(bits: list[float], seconds: list[float], **counts: int) -> Resul
         counts |= {f"bits {name}": round(value * 1000), f"bytes {name}": 1000}
     times = {language.FIRST: tuple(seconds[:1]), LONG: tuple(seconds[1:]), "wall": (1.0, 2.0, 4.0)}
     counts[f"{LONG}: pairs"] = 256 * 257 // 2  # of two heads
-    return Result(case_of(language.QUICK[0]), 1, 0.0, times, counts)
+    case = case_of(language.QUICK[0])
+    case["stages"][-1]["total_bytes"] = 400
+    return Result(case, 1, 0.0, times, counts)
 
 
 def test_curves_are_read_at_equal_time_and_judged_by_their_last_quarter() -> None:
     result = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
-    assert language.curve(result.counts, LONG) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
-    assert language.curve(result.counts, "another") == [(100, 4.0)]
+    whole = (language.FIRST, LONG)
+    assert language.curve(result.counts, *whole) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
+    assert language.curve(result.counts, LONG) == [(200, 3.0), (300, 2.5), (400, 2.0)]
     times = {5.0: None, 10.0: 4.0, 15.0: 3.5, 30.0: 2.5, 40.0: 2.25, 50.0: 2.0, 99.0: 2.0}
-    assert {at: language.bits_at(result, LONG, at) for at in times} == times
+    assert {at: language.bits_at(result, at, *whole) for at in times} == times
+    assert [language.bits_at(result, at, LONG) for at in (5.0, 15.0, 99.0)] == [None, 2.75, 2.0]
     assert language.last_quarter(result, LONG) == pytest.approx(0.25)
+    worse = made_result([2.0, 1.9, 1.9, 2.0], [1.0] * 4)
+    assert language.end_cells([(LONG, worse)], 4.0, language.FIRST)[-1] == "-5.0"
     flat = made_result([3.0, 2.0, 2.0, 1.99], [1.0] * 4)
     assert language.last_quarter(flat, LONG) < language.FLAT
     assert language.walls_of([(LONG, flat)]) == [5.0]
-    assert language.end_cells([(LONG, result)], 4.0) == ["50.0", "2.000", "", "50", "25.0"]
-    assert language.end_cells([(LONG, flat)], 4.0) == ["50.0", "1.990", "1.990", "4", "0.5, flat"]
+    cells = language.end_cells([(LONG, result)], 4.0, language.FIRST)
+    assert cells == ["50.0", "2.000", "", "50", "25.0"]
+    cells = language.end_cells([(LONG, flat)], 3.5, language.FIRST)
+    assert cells == ["50.0", "1.990", "1.995", "4", "0.5, flat"]
+    assert language.end_cells([(LONG, flat)], 3.0) == ["50.0", "1.990", "1.990", "3", "0.5, flat"]
 
 
 def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +301,7 @@ def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPat
     first, second = (language.measure(case, corpus.open_sources(())).counts for _ in range(2))
     assert first == second
     for context in (128, 256):
-        points = [bits for _, bits in language.curve(first, f"context {context}")]
+        points = [bits for _, bits in language.curve(first, language.FIRST, f"context {context}")]
         assert points == sorted(points, reverse=True)
         assert 3.0 < points[-1] < 6.0  # 8 bits know nothing
     assert first[f"bytes {LONG}: last 256"] == first[f"bytes {LONG}: last 128"] * 2 == 2 * 256
