@@ -97,7 +97,6 @@ def attention_settings(attention: str, n: int, config: Config) -> dict[str, Any]
         "sparsity_ratio": blocks.sparsity_ratio,
         "block_size": blocks.block_size,
     }
-    settings |= {"segment_lengths": blocks.segment_lengths, "dilation_rates": blocks.dilation_rates}
     return {**settings, "kind": "block_sparse", "attention_options": {"sparse_config": chosen}}
 
 

@@ -329,17 +329,26 @@ SECTIONS = {kind: Section(title, make_table, describe, has_rounds=False) for kin
 def summary(record: Record) -> str:
     """How much is found at the length of the target, by attention, of both tasks."""
     ((_, n),) = TARGETS
-    trained = record.results[0].case["stages"][-1][0]
     found = []
     for task in SECTIONS:
         groups = group([x for x in record.results if x.case["task"] == task])
-        shares = {name: mean(accuracy([x.counts], n) or 0.0 for x in of) for name, of in groups.items()}
-        found.append(", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
-    needle, copy = found
+        shares = {name: mean_accuracy(seeds, n) for name, seeds in groups.items()}
+        if not shares or None in shares.values():
+            raise ValueError(
+                f"a summary needs all attentions of {task!r} at {n} tokens, got a record without"
+            )
+        found.append(", ".join(f"{name} {100 * (share or 0):.0f} %" for name, share in shares.items()))
+    trained = record.results[0].case["stages"][-1][0]
     words = (
-        f"Trained on {trained:,} tokens and tested on {n:,}, small models find **one needle** with {needle}"
+        f"Trained on {trained:,} tokens and tested on {n:,}, small models find **one needle** with {found[0]}"
     )
-    return f"{words}; **the right one of {SLOTS['copy']}** with {copy}.\n"
+    return f"{words}; **the right one of {SLOTS['copy']}** with {found[1]}.\n"
+
+
+def mean_accuracy(seeds: Sequence[Result], n: int, bound: int | None = None) -> float | None:
+    """The mean over the seeds that were asked anything."""
+    known = [share for x in seeds if (share := accuracy([x.counts], n, bound)) is not None]
+    return mean(known) if known else None
 
 
 def draw(record: Record) -> str:
@@ -372,10 +381,7 @@ def draw(record: Record) -> str:
 def _draw_map(axes: Any, groups: dict[str, list[Result]], n: int) -> None:
     """A row each attention, a column each class of distance, with the percentage in each cell."""
     bounds = distance_classes(n)
-    cells = [
-        [accuracy([result.counts for result in seeds], n, bound) for bound in bounds]
-        for seeds in groups.values()
-    ]
+    cells = [[mean_accuracy(seeds, n, bound) for bound in bounds] for seeds in groups.values()]
     shown = [[float("nan") if cell is None else 100 * cell for cell in row] for row in cells]
     axes.imshow(shown, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for y, row in enumerate(shown):

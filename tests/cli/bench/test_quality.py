@@ -369,6 +369,27 @@ def test_a_record_goes_on_with_what_it_lacks(tmp_path: Path, monkeypatch: pytest
         record.measure_all(cases, run, out, known=other)
 
 
+@pytest.mark.parametrize(
+    ("project", "told"),
+    [
+        ({"commit": "e" * 40, "changed": False}, "eeeeeeeeeeee"),
+        ({"commit": "f" * 40, "changed": True}, "ffffffffffff with local changes"),
+        ({"commit": None, "changed": False}, "an unknown commit"),
+        ({"commit": "f" * 40, "changed": False}, None),
+    ],
+)
+def test_what_is_taken_over_says_of_which_code_it_is(
+    project: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "project_facts", lambda: {"version": "1", "commit": "f" * 40})
+    case = reach.QUICK[0]
+    known = record.measure_all([case], lambda case, _: Result(case_of(case), 1, 0.0))
+    found = record.measure_all([case], lambda *_: pytest.fail("again"), known=replace(known, project=project))
+    shown = record.origin(found, reach.SECTIONS)
+    assert ("case" in shown) == (told is not None)
+    assert told is None or f", 1 case at {told};" in shown
+
+
 def test_an_error_keeps_what_is_under_way_and_begins_nothing(tmp_path: Path) -> None:
     begun, failed = [], threading.Event()
 
@@ -410,6 +431,13 @@ def test_commands_are_listed_and_explained() -> None:
     assert "--workers N" in done.stdout
 
 
+@pytest.mark.parametrize("module", [reach, language, choice])
+def test_what_was_not_measured_is_said(module: Any) -> None:
+    results = tuple(Result(case_of(case), 1, 0.0, why_not="too large") for case in module.CASES)
+    shown = record.to_markdown(record.Record({}, {}, results), module.SECTIONS)
+    assert shown.count("not measured: too large") == len(results)
+
+
 def test_tables_are_means_over_seeds_with_their_range() -> None:
     assert reach.share([0.5, 1.0, 0.75]) == "75 (50-100)"
     assert reach.share([1.0, 1.0]) == "100"
@@ -442,6 +470,11 @@ def test_summaries_are_means_over_seeds() -> None:
     found = reach.summary(record.Record({}, {}, tuple(results)))
     assert "Trained on 8,192 tokens and tested on 32,768," in found
     assert found.endswith("**one needle** with window 91 %; **the right one of 4** with window 41 %.\n")
+    for few in ([], results[:2], [replace(x, counts={}) for x in results]):
+        with pytest.raises(ValueError, match="a summary needs all attentions of"):
+            reach.summary(record.Record({}, {}, tuple(few)))
+    with pytest.raises(ValueError, match=r"two contexts at least, got a record of \[\]"):
+        language.summary(record.Record({}, {}, ()))
     made = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
     lasts = {f"{x} {LONG}: last {n}": y for n in (128, 256) for x, y in (("bits", n), ("bytes", 100))}
     made = replace(made, counts={**made.counts, **lasts})

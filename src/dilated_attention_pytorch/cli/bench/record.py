@@ -192,8 +192,10 @@ def _take_over(known: Record, now: Record, wanted: Mapping[str, dict[str, Any]])
         facts = ", ".join(f"{x} {known.machine.get(x)}, now {now.machine.get(x)}" for x in other)
         raise ValueError(f"a record must go on with what it was begun with, got {facts}")
     same = [x for x in known.results if wanted.get(x.name) == x.case and not x.why_not]
-    commit = known.project.get("commit")
-    notes = {} if commit == now.project.get("commit") else {"commit": str(commit)}
+    commit, is_changed = known.project.get("commit"), known.project.get("changed")
+    is_other = is_changed or commit != now.project.get("commit")
+    told = f"{commit or 'an unknown commit'}{' with local changes' if is_changed else ''}"
+    notes = {"commit": told} if is_other else {}
     return {result.name: replace(result, notes={**notes, **result.notes}) for result in same}
 
 
@@ -301,10 +303,10 @@ def _tables(record: Record, sections: Mapping[str, Section]) -> Iterator[tuple[s
 def origin(record: Record, sections: Mapping[str, Section]) -> str:
     """Where the figures come from: version, machine and rounds."""
     project, machine = record.project, record.machine
-    commit = f", commit {str(project['commit'])[:12]}" if project.get("commit") else ""
+    commit = f", commit {_short(str(project['commit']))}" if project.get("commit") else ""
     changed = " with local changes" if project.get("changed") else ""
     older = [result.notes["commit"] for result in record.results if "commit" in result.notes]
-    changed += "".join(f", {_plural(older.count(x), 'case')} at {x[:12]}" for x in dict.fromkeys(older))
+    changed += "".join(f", {_plural(older.count(x), 'case')} at {_short(x)}" for x in dict.fromkeys(older))
     dtypes = {result.case["config"].get("dtype", "float32") for result in record.results} or {"float32"}
     timed = [x for x in record.results if x.seconds and sections[x.case["kind"]].has_rounds]
     repeats = sorted({result.repeats for result in timed})
@@ -321,6 +323,11 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
         f"{machine.get('cpu')}, {machine.get('cores')} cores, {threads}{kernel}; "
         f"torch {machine.get('torch')}, {machine.get('os')}{rounds}{busy}.{legend}"
     )
+
+
+def _short(text: str) -> str:
+    """With hashes of commits cut to what tells them apart."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)
 
 
 def _plural(count: Any, noun: str) -> str:
