@@ -280,11 +280,12 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
         )
     options = parser.parse_args(arguments)
     picture = getattr(options, "picture", None)
-    cases = [case for case in (suite.QUICK if options.quick else suite.CASES) if options.only in case.name]
+    every = suite.QUICK if options.quick else suite.CASES
+    cases = [case for case in every if options.only in case.name]
     if not cases:
         parser.error(f"no case has {options.only!r} in its name; see --list")
-    if options.resume and (not options.out or options.only):
-        parser.error("--resume goes on with all cases of the record of --out, got --only or no --out")
+    if options.resume and not options.out:
+        parser.error("--resume goes on with the record of --out, got none")
     try:
         check_places(options.out, picture, *options.update)
         for page in options.update:
@@ -293,7 +294,7 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
             for case in cases:
                 print(f"{case.name}: {suite.SECTIONS[case.kind].describe(case_of(case))}")
             return 0
-        record = read_record(options.render) if options.render else _measure(suite, cases, options)
+        record = read_record(options.render) if options.render else _measure(suite, every, cases, options)
         is_short = getattr(options, "summary", False)
         table = suite.summary(record) if is_short else to_markdown(record, suite.SECTIONS)
         if picture:
@@ -309,7 +310,7 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
     return 0
 
 
-def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> Record:
+def _measure(suite: Any, every: Sequence[Any], cases: Sequence[Any], options: argparse.Namespace) -> Record:
     workers = getattr(options, "workers", 1)
     threads = 1 if hasattr(options, "workers") else options.threads
     before = torch.get_num_threads()
@@ -325,6 +326,6 @@ def _measure(suite: Any, cases: Sequence[Any], options: argparse.Namespace) -> R
     known = read_record(options.out) if options.resume and options.out.exists() else None
     torch.set_num_threads(before if threads is None else threads)
     try:
-        return measure_all(cases, run, options.out, known=known, workers=workers)
+        return measure_all(cases, run, options.out, known=known, every=every, workers=workers)
     finally:
         torch.set_num_threads(before)

@@ -413,11 +413,26 @@ def test_an_error_keeps_what_is_under_way_and_begins_nothing(tmp_path: Path) -> 
     assert begun[-2:] == ["0", "1"]
 
 
-@pytest.mark.parametrize("extra", [["--only", "quick", "--out", "r.json"], []])
-def test_what_is_resumed_is_a_whole_record(extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_the_cases_keeps_what_is_known_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = reach.QUICK
+    measured = []
+
+    def run(case: Any, say: Any) -> Result:
+        measured.append(case.name)
+        return Result(case_of(case), 1, 0.0, SECONDS, {f"needles {n}": 1 for n in case.lengths})
+
+    monkeypatch.setattr(reach, "run", run)
+    arguments = ["--quick", "--workers", "1", "--out", str(tmp_path / "record.json"), "--only"]
+    for only, more in ((second.name, []), (first.name, ["--resume"]), (second.name, ["--resume"])):
+        assert common.main("reach", [*arguments, only, *more]) == 0
+    assert measured == [second.name, first.name]
+    stored = read_record(tmp_path / "record.json").results
+    assert [result.name for result in stored] == [first.name, second.name]
     with pytest.raises(SystemExit):
-        common.main("reach", ["--quick", "--resume", *extra])
-    assert "--resume goes on with all cases" in capsys.readouterr().err
+        common.main("reach", ["--quick", "--resume"])
+    assert "--resume goes on with the record of --out, got none" in capsys.readouterr().err
 
 
 def test_commands_are_listed_and_explained() -> None:

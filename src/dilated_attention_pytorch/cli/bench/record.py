@@ -136,23 +136,25 @@ def measure_all(
     out: Path | None = None,
     *,
     known: Record | None = None,
+    every: Sequence[Any] = (),
     workers: int = 1,
     **facts: str,
 ) -> Record:
     """The record of all cases, in their order, stored after each: an interrupted run keeps what it has.
 
-    What a `known` record holds of the same cases is taken from it. Of `workers` that many measure at a time;
-    `measure` then has to start a process of its own.
+    What a `known` record holds of the same cases is taken from it, and of `every` other case of the suite. Of
+    `workers` that many measure at a time; `measure` then has to start a process of its own.
     """
     record = Record(project_facts(), {**machine_facts(), **facts}, ())  # before measuring raises the load
     load, cores = record.machine["load"], record.machine["cores"]
     if isinstance(load, float) and isinstance(cores, int) and load > cores / 4:
         say(f"other processes keep this machine busy (load average {load}): the figures will be noisy")
-    places = {case.name: place for place, case in enumerate(cases)}
-    found = {} if known is None else _take_over(known, record, {x.name: case_of(x) for x in cases})
+    every = every or cases
+    places = {case.name: place for place, case in enumerate(every)}
+    found = {} if known is None else _take_over(known, record, {x.name: case_of(x) for x in every})
 
     def measure_one(case: Any) -> Result:
-        number = f"[{places[case.name] + 1}/{len(cases)}]"
+        number = f"[{places[case.name] + 1}/{len(every)}]"
         return measure(case, lambda text: say(f"{number} {text}"))
 
     for result in _in_turn(measure_one, [case for case in cases if case.name not in found], workers):
@@ -160,7 +162,7 @@ def measure_all(
         record = replace(record, results=tuple(sorted(found.values(), key=lambda x: places[x.name])))
         if out:
             write_text(out, to_json(record))
-    return replace(record, results=tuple(found[case.name] for case in cases))
+    return replace(record, results=tuple(found[case.name] for case in every if case.name in found))
 
 
 def _in_turn(measure: Callable[[Any], Result], cases: Sequence[Any], workers: int) -> Iterable[Result]:
