@@ -329,7 +329,7 @@ def origin(record: Record, sections: Mapping[str, Section]) -> str:
 
 def _short(text: str) -> str:
     """With hashes of commits cut to what tells them apart."""
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", text)
 
 
 def _plural(count: Any, noun: str) -> str:
