@@ -16,15 +16,18 @@ that no model has seen is predicted.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import corpus
 import torch
@@ -37,7 +40,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dilated_attention_pytorch import LongNetLM, branches_for, dilated_attention
 from dilated_attention_pytorch.cli.bench.gate import accept
-from dilated_attention_pytorch.cli.bench.measure import Measured, measure_in_child
+from dilated_attention_pytorch.cli.bench.measure import (
+    Measured,
+    machine_facts,
+    measure_in_child,
+    project_facts,
+)
 from dilated_attention_pytorch.cli.bench.record import Figure, Record, Result, Section, Table, say as tell
 from dilated_attention_pytorch.cli.report import Series
 from dilated_attention_pytorch.cli.train import TrainConfig
@@ -48,6 +56,7 @@ from dilated_attention_pytorch.plan.dilated import plan_dilated
 from dilated_attention_pytorch.plan.runs import Shape
 from dilated_attention_pytorch.spec import DilatedSpec
 
+CONTEXTS = (1024, 4096, 16384)
 LAST = 1024  # bytes at the end of each test, which all contexts have to predict
 BATCH = 16384  # bytes that are predicted at once
 SEEDS = (0, 1, 2)
@@ -92,9 +101,9 @@ class LanguageCase:
     """Bits per byte of the models of a seed over their training, by position, and of the same last bytes.
 
     All go on from the model of the stage `first`, a model each stage of `stages`; `config` is the attention
-    of the last. `tests` sequences as long as the longest context end with the bytes that are predicted with
-    each context up to the model's own. Of `packages` the last is predicted; without any it is the standard
-    library.
+    of the last. Tests are of sequences of `window` bytes: some that are cut into contexts, and `tests` of
+    which the last bytes are predicted with each context up to the model's own. Of `packages` the last is
+    predicted; without any it is the standard library.
     """
 
     name: str
@@ -106,6 +115,7 @@ class LanguageCase:
     layers: int = 2
     dim_feedforward: int = 256
     learning_rate: float = 5e-3
+    window: int = max(CONTEXTS)
     validation_bytes: int = 2**17
     tests: int = 64
     packages: tuple[str, ...] = tuple(corpus.PACKAGES)
@@ -171,20 +181,19 @@ def train_config(case: LanguageCase, stage: Stage, sources: Sources) -> TrainCon
 def measure(case: LanguageCase, sources: Sources) -> Measured:
     """Trains and tests in this process, on one core. Validations do not count as time of training."""
     torch.set_num_threads(1)
-    walls = [time.perf_counter()]
-    longest = case.stages[-1].context
     first = start_run(case, case.first, sources)
-    windows = windows_of(first.validation_data, case.validation_bytes // longest, longest)
-    ends = windows_of(first.validation_data, case.tests, longest)
+    windows = windows_of(first.validation_data, case.validation_bytes // case.window, case.window)
+    ends = windows_of(first.validation_data, case.tests, case.window)
     counts: dict[str, int] = {"parameters": sum(x.numel() for x in first.model.parameters())}
     counts |= {"packages": sources.packages, "bytes to train on": len(first.train_data)}
-    before = average_of(first)
-    seconds = {FIRST: train(case, case.first, first, before, windows, counts)}
-    walls.append(time.perf_counter())
+    known = first_stage(case, first, windows)
+    counts |= known.counts
+    seconds, between = {FIRST: known.seconds}, [known.wall]  # the latter of each stage, its tests included
     contexts = sorted({stage.context for stage in case.stages})
     for stage in case.stages:
-        run, name = start_run(case, stage, sources), stage.name
-        model = go_on(run, first, before)
+        begin, name = time.perf_counter(), stage.name
+        run = start_run(case, stage, sources)
+        model = go_on(run, known.tensors)
         seconds[name] = train(case, stage, run, model, windows, counts)
         for context in [x for x in contexts if x <= stage.context]:
             bits = bits_of(model, ends[:, -context - 1 :])
@@ -192,9 +201,49 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
         for start, stop in context_classes(stage.context):  # of the last test, which has all context
             counts |= count(f"{name}: at {start}", bits[:, start:stop])
         counts |= {f"{name}: {what}": each for what, each in count_pairs(stage, case.seed).items()}
-        walls.append(time.perf_counter())
-    between = tuple(stop - start for start, stop in pairwise(walls))  # of each stage, its tests included
-    return Measured(None, counts, {**seconds, "wall": between})
+        between.append(time.perf_counter() - begin)
+    return Measured(None, counts, {**seconds, "wall": tuple(between)})
+
+
+class Known(NamedTuple):
+    """A model to go on from: all that its training holds, what was counted on the way, and the time."""
+
+    tensors: dict[str, Tensor]
+    counts: dict[str, int]
+    seconds: tuple[float, ...]
+    wall: float
+
+
+def first_stage(case: LanguageCase, run: Run, windows: Tensor) -> Known:
+    """The model that all stages go on from, trained once by all cases and suites that begin alike.
+
+    It is kept in a file that only the same code, settings, data and kind of machine know, so that its
+    seconds are theirs.
+    """
+    file = kept_file(case, run.config)
+    if file and file.exists():
+        tell(f"{case.name}, {FIRST}: trained before")
+        return Known(**torch.load(file, weights_only=True))
+    begin, counts = time.perf_counter(), dict[str, int]()
+    model = average_of(run)
+    seconds = train(case, case.first, run, model, windows, counts)
+    found = Known(state_of(run, model), counts, seconds, time.perf_counter() - begin)
+    if file:
+        beside = file.with_suffix(f".{os.getpid()}")
+        torch.save(found._asdict(), beside)
+        beside.replace(file)
+    return found
+
+
+def kept_file(case: LanguageCase, config: TrainConfig) -> Path | None:
+    """Where a first stage is kept. None are of changed code or of no packages, which are small."""
+    project, machine = project_facts(), machine_facts()
+    if not case.packages or not project["commit"] or project["changed"]:
+        return None
+    tests = (case.first.points, case.validation_bytes, case.window)
+    facts = [project["commit"], *(machine[x] for x in ("cpu", "cpu_capability", "torch"))]
+    known = json.dumps([facts, asdict(config), case.layers, tests])
+    return corpus.DATA / f"first-{hashlib.sha256(known.encode()).hexdigest()[:16]}.pt"
 
 
 def count_pairs(stage: Stage, seed: int) -> dict[str, int]:
@@ -243,16 +292,22 @@ def average_of(run: Run) -> AveragedModel:
     return AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
 
 
-def go_on(run: Run, before: Run, average: AveragedModel) -> AveragedModel:
-    """A run takes over weights, the optimiser's averages and the step of another; the average goes on too."""
-    known = before.tensors()
+def state_of(run: Run, average: AveragedModel) -> dict[str, Tensor]:
+    """Weights, the optimiser's averages, the step, and the average that is tested."""
+    averages = {f"{AVERAGE}{name}": tensor for name, tensor in average.state_dict().items()}
+    return {"step": torch.tensor(run.step), **run.tensors(), **averages}
+
+
+def go_on(run: Run, known: dict[str, Tensor]) -> AveragedModel:
+    """A run takes over the state of another, and so does its average."""
     for name, tensor in run.tensors().items():
         tensor.copy_(known[name])
+    run.step = int(known["step"])
     for x in run.model.parameters():
-        run.optimiser.state[x]["step"].fill_(before.step)
-    run.step = before.step
+        run.optimiser.state[x]["step"].fill_(run.step)
     model = average_of(run)
-    model.load_state_dict(average.state_dict())
+    averages = {name: x for name, x in known.items() if name.startswith(AVERAGE)}
+    model.load_state_dict({name.removeprefix(AVERAGE): x for name, x in averages.items()})
     return model
 
 
@@ -317,8 +372,9 @@ def make_case(attention: str, seed: int) -> LanguageCase:
 
 
 FIRST = "first"  # the stage that all others go on from
+AVERAGE = "average "  # before the names of its tensors
 HEADS, HEAD_DIM, FIRST_SEGMENT = 4, 16, 1024
-ATTENTIONS, CONTEXTS = ("dense", "dilated"), (1024, 4096, 16384)
+ATTENTIONS = ("dense", "dilated")
 # The longest first: at the end no core waits for another.
 CASES = tuple(make_case(attention, seed) for attention in ATTENTIONS for seed in SEEDS)
 
@@ -328,7 +384,8 @@ def _quick(attention: str) -> LanguageCase:
     configs = {n: Attention(2, 8, *of, is_causal=True) for n, of in branches.items()}
     names = {FIRST: 128, "context 128": 128, "context 256": 256}
     first, *stages = (Stage(name, n, configs[n], 2048, 512, points=2) for name, n in names.items())
-    small: dict[str, Any] = {"layers": 1, "dim_feedforward": 16, "validation_bytes": 512, "tests": 2}
+    small: dict[str, Any] = {"layers": 1, "dim_feedforward": 16, "tests": 2}
+    small |= {"window": 256, "validation_bytes": 512}
     name = f"quick {attention}"
     return LanguageCase(name, attention, 0, configs[256], first, tuple(stages), packages=(), **small)
 

@@ -59,20 +59,22 @@ def test_every_query_has_one_answer_before_it(task: str, rows: int, n: int, seed
 
 @pytest.mark.parametrize("n", [128, 200])
 @pytest.mark.parametrize(
-    "name", [*attentions.WORDS, "first 512, ratio 4", "blocked offsets", "grouped heads"]
+    "name", [*attentions.WORDS, "first 512, ratio 4", "blocked offsets, ratio 2", "grouped heads, ratio 4"]
 )
 def test_reach_is_that_of_the_definition(name: str, n: int) -> None:
     blocks, see = attentions.sparse_of(name, n, CONFIG), attentions.attend(name, n, CONFIG)
+    config: common.Config = CONFIG
     if name in choice.SETTINGS:
         config = choice.attention_of(name, 128)
         see = partial(dilated_attention, segment_lengths=config.spec)
-        sees = multiplicity(n, 8, *config.branches, is_causal=True, **dict(config.options)).gt(0).any(0)
+        options: Any = dict(config.options)
+        sees = multiplicity(n, config.h, *config.branches, is_causal=True, **options).gt(0).any(0)
     elif blocks is not None:
         sees = blocks.make_pattern(n).to_dense().any(0).tril()
     else:
         sees = multiplicity(n, 8, *attentions.branches_of(name, n, 8), is_causal=True).gt(0).any(0)
     keys, step = torch.tensor([0, 3, n // 2, n - 1]), (sees | torch.eye(n).bool()).float()
-    expected, found = torch.eye(n), attentions.reached_from(see, keys, n, 8)
+    expected, found = torch.eye(n), attentions.reached_from(see, keys, n, config.h)
     for _ in range(3):
         expected = (step @ expected > 0).float()
         assert torch.equal(next(found), expected[:, keys].T.bool())
@@ -183,10 +185,10 @@ def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
     assert {case.kind for case in choice.CASES} == set(choice.SECTIONS) == {"choice"}
     for seed in language.SEEDS:
         cases = [case for case in choice.CASES if case.seed == seed]
-        assert len({case.first for case in cases}) == 1
+        assert {case.first for case in cases} == {language.CASES[seed].first}
         stages = [stage for case in cases for stage in case.stages]
         assert sorted(stage.name for stage in stages) == sorted(choice.SETTINGS)
-        assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(16384, 3 * 2**20, 16384)}
+        assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(8192, 3 * 2**20, 16384)}
         assert len({stage.config for stage in stages}) == len(stages)
         for stage in stages:
             first, ratio, given = choice.SETTINGS[stage.name]
@@ -207,7 +209,7 @@ def test_a_stage_goes_on_where_the_first_has_ended() -> None:
         for _ in range(steps):
             run.take_step()
             average.update_parameters(run.model)
-    average = language.go_on(then, first, averages[1])
+    average = language.go_on(then, language.state_of(first, averages[1]))
     assert then.step == 4
     for _ in range(4):
         then.take_step()
@@ -217,6 +219,43 @@ def test_a_stage_goes_on_where_the_first_has_ended() -> None:
     assert not torch.equal(*(next(x.parameters()) for x in (average, then.model)))
     for name, tensor in whole.tensors().items():
         assert torch.equal(then.tensors()[name], tensor), name
+
+
+def test_a_first_stage_is_trained_once_by_those_that_begin_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, project = language.QUICK[0], {"commit": "f" * 40, "changed": False}
+    sources = corpus.open_sources(())
+    monkeypatch.setattr(language, "project_facts", lambda: project)
+    monkeypatch.setattr(corpus, "DATA", tmp_path)
+    assert language.kept_file(case, language.train_config(case, case.first, sources)) is None
+    case = replace(case, packages=("p==1",))
+    other = replace(case, stages=(replace(case.stages[-1], name="other", config=case.first.config),))
+
+    def measure(case: language.LanguageCase) -> tuple[int, Measured]:
+        """The number of points of the curve that were trained, and what was found."""
+        said: list[str] = []
+        monkeypatch.setattr(language, "tell", said.append)
+        found = language.measure(case, sources)
+        return sum("bits per byte" in text for text in said), found
+
+    points, before = measure(case)
+    assert points == 2 * 3
+    points, again = measure(case)
+    assert points == 2 * 2
+    assert again.counts == before.counts
+    assert again.seconds[language.FIRST] == before.seconds[language.FIRST]
+    assert again.seconds["wall"][0] == before.seconds["wall"][0]
+    points, found = measure(other)
+    assert points == 2
+    assert found.counts.items() >= {x: n for x, n in before.counts.items() if language.FIRST in x}.items()
+    for changed in ({"seed": 1}, {"layers": 2}, {"first": replace(case.first, batch_bytes=256)}):
+        changed_case = replace(case, **changed)
+        config = language.train_config(changed_case, changed_case.first, sources)
+        assert not language.kept_file(changed_case, config).exists()
+    for facts in ({"changed": True}, {"commit": None}):
+        monkeypatch.setattr(language, "project_facts", lambda facts=facts: {**project, **facts})
+        assert language.kept_file(case, language.train_config(case, case.first, sources)) is None
 
 
 def test_bytes_are_embedded_with_those_before_them() -> None:

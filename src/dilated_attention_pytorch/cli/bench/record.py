@@ -188,9 +188,13 @@ def _in_turn(measure: Callable[[Any], Result], cases: Sequence[Any], workers: in
         raise error
 
 
+# Facts of a machine that durations of one record have in common.
+SAME = ("cpu", "cpu_capability", "torch", "threads")
+
+
 def _take_over(known: Record, now: Record, wanted: Mapping[str, dict[str, Any]]) -> dict[str, Result]:
     """What was measured of the same cases, each with the commit that it is of if that is another."""
-    if other := [x for x in ("cpu", "torch", "threads") if known.machine.get(x) != now.machine.get(x)]:
+    if other := [x for x in SAME if known.machine.get(x) != now.machine.get(x)]:
         facts = ", ".join(f"{x} {known.machine.get(x)}, now {now.machine.get(x)}" for x in other)
         raise ValueError(f"a record must go on with what it was begun with, got {facts}")
     same = [x for x in known.results if wanted.get(x.name) == x.case and not x.why_not]
