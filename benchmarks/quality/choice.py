@@ -53,7 +53,7 @@ def attention_of(name: str, context: int, head_dim: int = HEAD_DIM) -> Attention
 
 
 def make_case(names: Sequence[str], seed: int) -> LanguageCase:
-    stages = tuple(Stage(x, CONTEXT, attention_of(x, CONTEXT), 3 * 2**20, 16384, points=6) for x in names)
+    stages = tuple(Stage(x, CONTEXT, attention_of(x, CONTEXT), 2 * 2**20, 16384, points=4) for x in names)
     name = f"from {names[0]!r} on, seed {seed}"
     case = language.make_case("dense", seed)
     config = stages[-1].config

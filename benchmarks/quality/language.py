@@ -364,7 +364,7 @@ def branches_at(attention: str, context: int) -> Attention:
 
 def make_case(attention: str, seed: int) -> LanguageCase:
     short = branches_at(attention, CONTEXTS[0])
-    first = Stage(FIRST, CONTEXTS[0], short, 16 * 2**20, 4096, points=16)
+    first = Stage(FIRST, CONTEXTS[0], short, 12 * 2**20, 4096, points=12)
     stages = tuple(
         Stage(f"context {n:,}", n, branches_at(attention, n), 4 * 2**20, 16384, points=8) for n in CONTEXTS
     )

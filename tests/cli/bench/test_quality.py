@@ -188,7 +188,7 @@ def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
         assert {case.first for case in cases} == {language.CASES[seed].first}
         stages = [stage for case in cases for stage in case.stages]
         assert sorted(stage.name for stage in stages) == sorted(choice.SETTINGS)
-        assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(8192, 3 * 2**20, 16384)}
+        assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(8192, 2 * 2**20, 16384)}
         assert len({stage.config for stage in stages}) == len(stages)
         for stage in stages:
             first, ratio, given = choice.SETTINGS[stage.name]
