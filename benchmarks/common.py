@@ -281,6 +281,9 @@ def main(name: str, arguments: Sequence[str] | None = None, prog: str | None = N
     options = parser.parse_args(arguments)
     picture = getattr(options, "picture", None)
     every = suite.QUICK if options.quick else suite.CASES
+    if options.repeats is not None:
+        repeats = options.repeats
+        every = [dataclasses.replace(x, repeats=repeats) if x.repeats > 1 else x for x in every]
     cases = [case for case in every if options.only in case.name]
     if not cases:
         parser.error(f"no case has {options.only!r} in its name; see --list")
@@ -316,8 +319,6 @@ def _measure(suite: Any, every: Sequence[Any], cases: Sequence[Any], options: ar
     before = torch.get_num_threads()
 
     def run(case: Any, say_of_case: Say) -> Result:
-        if options.repeats is not None and case.repeats > 1:
-            case = dataclasses.replace(case, repeats=options.repeats)
         result: Result = suite.run(case, say_of_case)
         for figure in result.figures:
             say(f"    {figure.name}: {', target '.join(filter(None, result.shown(figure)))}")

@@ -21,11 +21,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -41,7 +42,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from dilated_attention_pytorch import LongNetLM, branches_for, dilated_attention
 from dilated_attention_pytorch.cli.bench.gate import accept
 from dilated_attention_pytorch.cli.bench.measure import (
+    PACKAGE,
     Measured,
+    kernel_facts,
     machine_facts,
     measure_in_child,
     project_facts,
@@ -220,29 +223,41 @@ def first_stage(case: LanguageCase, run: Run, windows: Tensor) -> Known:
     It is kept in a file that only the same code, settings, data and kind of machine know, so that its
     seconds are theirs.
     """
-    file = kept_file(case, run.config)
+    file = kept_file(case, run)
     if file and file.exists():
-        tell(f"{case.name}, {FIRST}: trained before")
-        return Known(**torch.load(file, weights_only=True))
+        try:
+            known = Known(**torch.load(file, weights_only=True))
+            tell(f"{case.name}, {FIRST}: trained before")
+            return known
+        except (OSError, EOFError, RuntimeError, TypeError, UnpicklingError) as error:
+            tell(f"{case.name}, {FIRST}: {file} cannot be read ({error}): training anew")
     begin, counts = time.perf_counter(), dict[str, int]()
     model = average_of(run)
     seconds = train(case, case.first, run, model, windows, counts)
     found = Known(state_of(run, model), counts, seconds, time.perf_counter() - begin)
     if file:
         beside = file.with_suffix(f".{os.getpid()}")
-        torch.save(found._asdict(), beside)
-        beside.replace(file)
+        try:
+            torch.save(found._asdict(), beside)
+            beside.replace(file)
+        except (OSError, RuntimeError) as error:  # of a full disk: nothing else is lost
+            tell(f"{case.name}, {FIRST}: not kept ({error})")
+        finally:
+            beside.unlink(missing_ok=True)
     return found
 
 
-def kept_file(case: LanguageCase, config: TrainConfig) -> Path | None:
+def kept_file(case: LanguageCase, run: Run) -> Path | None:
     """Where a first stage is kept. None are of changed code or of no packages, which are small."""
-    project, machine = project_facts(), machine_facts()
-    if not case.packages or not project["commit"] or project["changed"]:
+    project, machine, config = project_facts(), machine_facts(), case.first.config
+    is_other = not Path(__file__).resolve().is_relative_to(PACKAGE.parents[1])  # than the commit is of
+    if not case.packages or not project["commit"] or project["changed"] or is_other:
         return None
     tests = (case.first.points, case.validation_bytes, case.window)
     facts = [project["commit"], *(machine[x] for x in ("cpu", "cpu_capability", "torch"))]
-    known = json.dumps([facts, asdict(config), case.layers, tests])
+    facts += [kernel_facts(torch.device("cpu"), getattr(torch, config.dtype), config.d)]
+    data = [run.train_data.digest(), run.validation_data.digest()]
+    known = json.dumps([facts, data, asdict(run.config), case.layers, tests])
     return corpus.DATA / f"first-{hashlib.sha256(known.encode()).hexdigest()[:16]}.pt"
 
 
@@ -375,8 +390,8 @@ FIRST = "first"  # the stage that all others go on from
 AVERAGE = "average "  # before the names of its tensors
 HEADS, HEAD_DIM, FIRST_SEGMENT = 4, 16, 1024
 ATTENTIONS = ("dense", "dilated")
-# The longest first: at the end no core waits for another.
-CASES = tuple(make_case(attention, seed) for attention in ATTENTIONS for seed in SEEDS)
+# Both attentions of a seed one after the other: what slows a machine for a while meets both.
+CASES = tuple(make_case(attention, seed) for seed in SEEDS for attention in ATTENTIONS)
 
 
 def _quick(attention: str) -> LanguageCase:
@@ -430,15 +445,10 @@ def spread(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f}{around}"
 
 
-def training_seconds(result: Result, *stages: str) -> tuple[float, ...]:
-    """Of each part of the curve of the given stages."""
-    return tuple(each for stage in stages for each in result.seconds[stage])
-
-
-def bits_at(result: Result, seconds: float, *stages: str) -> float | None:
-    """Bits per byte after so many seconds of the stages, between points; None before the first."""
-    bits = [each for _, each in curve(result.counts, *stages)]
-    points = list(zip(accumulate(training_seconds(result, *stages)), bits, strict=True))
+def bits_at(result: Result, seconds: float, stage: str) -> float | None:
+    """Bits per byte after so many seconds of a stage, between points; None before the first."""
+    bits = [each for _, each in curve(result.counts, stage)]
+    points = list(zip(accumulate(result.seconds[stage]), bits, strict=True))
     if seconds < points[0][0]:
         return None
     for (start, before), (stop, after) in pairwise(points):
@@ -459,31 +469,32 @@ def last_quarter(result: Result, stage: str) -> float:
 Runs = Sequence[tuple[str, Result]]  # a stage and the result that holds it, of each seed
 
 
-def seconds_of(runs: Runs, *before: str) -> float:
-    """The mean over seeds of the seconds of training, in a stage and in those `before` it."""
-    return mean(sum(training_seconds(result, *before, stage)) for stage, result in runs)
-
-
 def walls_of(runs: Runs) -> list[float]:
-    """All seconds of the first stage and of one after it, of each seed."""
-    found = []
-    for stage, result in runs:
-        place = [x["name"] for x in result.case["stages"]].index(stage)
-        found.append(result.seconds["wall"][0] + result.seconds["wall"][1 + place])
-    return found
+    """All seconds of a stage, its tests included, of each seed."""
+    places = [[x["name"] for x in result.case["stages"]].index(stage) for stage, result in runs]
+    return [result.seconds["wall"][1 + place] for place, (_, result) in zip(places, runs, strict=True)]
 
 
-def end_cells(runs: Runs, least: float, *before: str) -> list[str]:
-    """Pairs over dense, bits at equal bytes and after `least` seconds, seconds, and what was still gained.
+def least_seconds(rivals: Iterable[Runs]) -> dict[int, float]:
+    """By seed the seconds of the stage that has ended first, of those that are compared."""
+    least: dict[int, float] = {}
+    for stage, result in (run for runs in rivals for run in runs):
+        seed, seconds = result.case["seed"], sum(result.seconds[stage])
+        least[seed] = min(seconds, least.get(seed, math.inf))
+    return least
 
-    Seconds are those of a stage and of the ones `before` it.
+
+def end_cells(runs: Runs, least: Mapping[int, float]) -> list[str]:
+    """Pairs over dense, bits at equal bytes and after the `least` seconds of the seed, seconds, last gain.
+
+    Seconds are those of the stage alone.
     """
     gains = [100 * last_quarter(result, stage) for stage, result in runs]
     return [
         f"{100 * share_of_pairs(*runs[0]):.1f}",
         spread([curve(result.counts, stage)[-1][1] for stage, result in runs]),
-        spread([bits_at(result, least, *before, stage) for stage, result in runs]),
-        f"{seconds_of(runs, *before):.0f}",
+        spread([bits_at(result, least[result.case["seed"]], stage) for stage, result in runs]),
+        spread([sum(result.seconds[stage]) for stage, result in runs], 0),
         spread(gains, 1) + (", flat" if max(map(abs, gains)) <= 100 * FLAT else ""),
     ]
 
@@ -504,14 +515,25 @@ def make_table(results: Sequence[Result]) -> Table:
     contexts = sorted({context for context, _ in groups})
     rows = []
     for (context, attention), runs in groups.items():
-        least = min(seconds_of(of, FIRST) for (n, _), of in groups.items() if n == context)
-        cells = end_cells(runs, least, FIRST)
+        if context == contexts[0]:
+            rows.append(first_row(f"first stage, {attention}", runs, len(contexts)))
+    for (context, attention), runs in groups.items():
+        cells = end_cells(runs, least_seconds(of for (n, _), of in groups.items() if n == context))
         lasts = [last_bits(runs, n) for n in contexts if n <= context]
         cells += [*map(spread, lasts), *[""] * (len(contexts) - len(lasts))]
         library = "" if all(x.counts["packages"] for _, x in runs) else " (standard library)"
         rows.append([f"{context:,}, {attention}{library}", *cells, f"{mean(walls_of(runs)):.0f}"])
     head = ["context and attention", *END, *(f"last {LAST:,} bytes with {n:,}" for n in contexts)]
     return lacking(results, Table([*head, "wall s a seed"], rows))
+
+
+def first_row(name: str, runs: Runs, num_contexts: int) -> list[str]:
+    """Bits per byte and seconds of the first stage, which all contexts have in common."""
+    results = [result for _, result in runs]
+    bits = spread([curve(result.counts, FIRST)[-1][1] for result in results])
+    seconds = spread([sum(result.seconds[FIRST]) for result in results], 0)
+    wall = mean(result.seconds["wall"][0] for result in results)
+    return [name, "", bits, "", seconds, "", *[""] * num_contexts, f"{wall:.0f}"]
 
 
 def last_bits(runs: Runs, context: int) -> list[float]:
@@ -550,9 +572,9 @@ def summary(record: Record) -> str:
         raise ValueError(f"a summary compares two contexts at least, got a record of {contexts}")
     near, longest = contexts[-2:]
     rivals = {attention: runs for (context, attention), runs in groups.items() if context == longest}
-    least, found = min(seconds_of(runs, FIRST) for runs in rivals.values()), []
+    least, found = least_seconds(rivals.values()), []
     for attention, runs in rivals.items():
-        _, bits, same_time, seconds, _ = end_cells(runs, least, FIRST)
+        _, bits, same_time, seconds, _ = end_cells(runs, least)
         lasts = [f"{mean(last_bits(runs, n)):.3f} with {n:,}" for n in (near, longest)]
         times = f"after {seconds} core seconds ({same_time} at equal time)"
         found.append(f"{attention} {bits} {times}, and the last {LAST:,} bytes {' and '.join(lasts)}")
@@ -563,7 +585,7 @@ def draw(record: Record) -> str:
     """Bits per byte over the time of training, a line each context and attention."""
     series = []
     for (context, attention), runs in group(record.results).items():
-        times = [accumulate(training_seconds(result, FIRST, stage)) for stage, result in runs]
+        times = [accumulate(result.seconds[FIRST] + result.seconds[stage]) for stage, result in runs]
         bits = [[each for _, each in curve(result.counts, FIRST, stage)] for stage, result in runs]
         points = zip(*(map(mean, zip(*of, strict=True)) for of in (times, bits)), strict=True)
         series.append(Series(f"{attention}, {context:,}", tuple(points)))

@@ -167,8 +167,8 @@ def test_language_models_differ_in_their_attention_alone() -> None:
 
     by_name = {case.name: case for case in language.CASES}
     assert len(by_name) == 2 * 3
-    for case in language.CASES[:3]:
-        other = by_name[case.name.replace("dense", "dilated")]
+    for seed in language.SEEDS:
+        case, other = (by_name[f"{attention}, seed {seed}"] for attention in language.ATTENTIONS)
         for one, two in zip((case.first, *case.stages), (other.first, *other.stages), strict=True):
             dense, dilated = (language.train_config(x, y, sources) for x, y in ((case, one), (other, two)))
             assert differ(dense, dilated) == {"segment_lengths", "dilation_rates"}
@@ -185,7 +185,7 @@ def test_settings_are_compared_that_go_on_from_the_same_model() -> None:
     assert {case.kind for case in choice.CASES} == set(choice.SECTIONS) == {"choice"}
     for seed in language.SEEDS:
         cases = [case for case in choice.CASES if case.seed == seed]
-        assert {case.first for case in cases} == {language.CASES[seed].first}
+        assert {case.first for case in cases} == {language.make_case("dense", seed).first}
         stages = [stage for case in cases for stage in case.stages]
         assert sorted(stage.name for stage in stages) == sorted(choice.SETTINGS)
         assert {(x.context, x.total_bytes, x.batch_bytes) for x in stages} == {(8192, 2 * 2**20, 16384)}
@@ -228,7 +228,8 @@ def test_a_first_stage_is_trained_once_by_those_that_begin_alike(
     sources = corpus.open_sources(())
     monkeypatch.setattr(language, "project_facts", lambda: project)
     monkeypatch.setattr(corpus, "DATA", tmp_path)
-    assert language.kept_file(case, language.train_config(case, case.first, sources)) is None
+    run = language.start_run(case, case.first, sources)
+    assert language.kept_file(case, run) is None
     case = replace(case, packages=("p==1",))
     other = replace(case, stages=(replace(case.stages[-1], name="other", config=case.first.config),))
 
@@ -249,13 +250,49 @@ def test_a_first_stage_is_trained_once_by_those_that_begin_alike(
     points, found = measure(other)
     assert points == 2
     assert found.counts.items() >= {x: n for x, n in before.counts.items() if language.FIRST in x}.items()
+    file = language.kept_file(case, run)
+    assert file is not None
     for changed in ({"seed": 1}, {"layers": 2}, {"first": replace(case.first, batch_bytes=256)}):
         changed_case = replace(case, **changed)
-        config = language.train_config(changed_case, changed_case.first, sources)
-        assert not language.kept_file(changed_case, config).exists()
+        changed_run = language.start_run(changed_case, changed_case.first, sources)
+        assert language.kept_file(changed_case, changed_run) not in (None, file)
+    with monkeypatch.context() as other:
+        other.setattr(language, "kernel_facts", lambda *_: "another")
+        assert language.kept_file(case, run) not in (None, file)
+        other.setattr(run, "train_data", run.validation_data)
+        assert language.kept_file(case, run) not in (None, file)
+        other.setattr(language, "PACKAGE", tmp_path / "src" / "package")  # the benchmarks are another's
+        assert language.kept_file(case, run) is None
     for facts in ({"changed": True}, {"commit": None}):
         monkeypatch.setattr(language, "project_facts", lambda facts=facts: {**project, **facts})
-        assert language.kept_file(case, language.train_config(case, case.first, sources)) is None
+        assert language.kept_file(case, run) is None
+
+
+@pytest.mark.parametrize("broken", [b"", b"nonsense", None])
+def test_a_kept_stage_that_cannot_be_read_or_written_is_trained_anew(
+    broken: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, said = language.QUICK[0], []
+    file = tmp_path / "first.pt"
+    monkeypatch.setattr(language, "kept_file", lambda *_: file)
+    monkeypatch.setattr(language, "tell", said.append)
+    expected = language.measure(case, corpus.open_sources(())).counts
+    whole = file.read_bytes()
+    for cut in [broken] if broken is not None else [whole[: len(whole) // 2], whole[:-100]]:
+        file.write_bytes(cut)
+        assert language.measure(case, corpus.open_sources(())).counts == expected
+        assert sum("cannot be read" in text for text in said) == 1
+        assert len(file.read_bytes()) == len(whole)
+        said.clear()
+    file.unlink()
+    monkeypatch.setattr(torch, "save", _fail)
+    assert language.measure(case, corpus.open_sources(())).counts == expected
+    assert sum("not kept (No space left)" in text for text in said) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("No space left")
 
 
 def test_bytes_are_embedded_with_those_before_them() -> None:
@@ -313,23 +350,35 @@ def made_result(bits: list[float], seconds: list[float], **counts: int) -> Resul
 
 def test_curves_are_read_at_equal_time_and_judged_by_their_last_quarter() -> None:
     result = made_result([4.0, 3.0, 2.5, 2.0], [10.0, 10.0, 10.0, 20.0])
-    whole = (language.FIRST, LONG)
-    assert language.curve(result.counts, *whole) == [(100, 4.0), (200, 3.0), (300, 2.5), (400, 2.0)]
-    assert language.curve(result.counts, LONG) == [(200, 3.0), (300, 2.5), (400, 2.0)]
-    times = {5.0: None, 10.0: 4.0, 15.0: 3.5, 30.0: 2.5, 40.0: 2.25, 50.0: 2.0, 99.0: 2.0}
-    assert {at: language.bits_at(result, at, *whole) for at in times} == times
-    assert [language.bits_at(result, at, LONG) for at in (5.0, 15.0, 99.0)] == [None, 2.75, 2.0]
+    later = [(200, 3.0), (300, 2.5), (400, 2.0)]
+    assert language.curve(result.counts, LONG) == later
+    assert language.curve(result.counts, language.FIRST, LONG) == [(100, 4.0), *later]
+    times = {5.0: None, 10.0: 3.0, 15.0: 2.75, 20.0: 2.5, 30.0: 2.25, 40.0: 2.0, 99.0: 2.0}
+    assert {at: language.bits_at(result, at, LONG) for at in times} == times
     assert language.last_quarter(result, LONG) == pytest.approx(0.25)
     worse = made_result([2.0, 1.9, 1.9, 2.0], [1.0] * 4)
-    assert language.end_cells([(LONG, worse)], 4.0, language.FIRST)[-1] == "-5.0"
+    assert language.end_cells([(LONG, worse)], {0: 4.0})[-1] == "-5.0"
     flat = made_result([3.0, 2.0, 2.0, 1.99], [1.0] * 4)
     assert language.last_quarter(flat, LONG) < language.FLAT
-    assert language.walls_of([(LONG, flat)]) == [5.0]
-    cells = language.end_cells([(LONG, result)], 4.0, language.FIRST)
-    assert cells == ["50.0", "2.000", "", "50", "25.0"]
-    cells = language.end_cells([(LONG, flat)], 3.5, language.FIRST)
-    assert cells == ["50.0", "1.990", "1.995", "4", "0.5, flat"]
-    assert language.end_cells([(LONG, flat)], 3.0) == ["50.0", "1.990", "1.990", "3", "0.5, flat"]
+    assert language.walls_of([(LONG, flat)]) == [4.0]
+    cells = language.end_cells([(LONG, result)], {0: 4.0})
+    assert cells == ["50.0", "2.000", "", "40", "25.0"]
+    assert language.end_cells([(LONG, flat)], {0: 2.5}) == ["50.0", "1.990", "1.995", "3", "0.5, flat"]
+    assert language.end_cells([(LONG, flat)], {0: 3.0}) == ["50.0", "1.990", "1.990", "3", "0.5, flat"]
+
+
+def test_equal_time_is_that_of_each_seed() -> None:
+    """What ends first keeps its last bits for every seed; the other's curve is read at the same seconds."""
+    groups = {}
+    for name, factor in (("fast", 1.0), ("slow", 2.0)):
+        made = [made_result([4.0, 3.0, 2.0], [1.0, t * factor, t * factor]) for t in (10.0, 14.0)]
+        seeds = [{**result.case, "seed": seed} for seed, result in enumerate(made)]
+        groups[name] = [(LONG, replace(x, case=case)) for x, case in zip(made, seeds, strict=True)]
+    least = language.least_seconds(groups.values())
+    assert least == {0: 20.0, 1: 28.0}
+    cells = {name: language.end_cells(runs, least)[1:4] for name, runs in groups.items()}
+    assert cells["fast"] == ["2.000 ± 0.000", "2.000 ± 0.000", "24 ± 4"]
+    assert cells["slow"] == ["2.000 ± 0.000", "3.000 ± 0.000", "48 ± 8"]
 
 
 def test_language_models_repeat_and_know_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +455,8 @@ def test_a_record_goes_on_with_what_it_lacks(tmp_path: Path, monkeypatch: pytest
     other = replace(found, machine={**found.machine, "torch": "0.0"})
     with pytest.raises(ValueError, match=r"begun with, got torch 0\.0, now"):
         record.measure_all(cases, run, out, known=other)
+    with pytest.raises(ValueError, match=r"cases of its own suite, got one of 0, 1$"):
+        record.measure_all(cases[2:], run, out, known=found)  # which would drop them
 
 
 @pytest.mark.parametrize(
@@ -448,7 +499,7 @@ def test_an_error_keeps_what_is_under_way_and_begins_nothing(tmp_path: Path) -> 
     assert "0" in {result.name for result in found.results}
     assert len(found.results) == len(begun) - 1 < 5
     with pytest.raises(RuntimeError, match="broken"):  # what could not be measured is tried again
-        record.measure_all(cases[:2], run, known=found)
+        record.measure_all(cases[:2], run, known=found, every=cases)
     assert begun[-2:] == ["0", "1"]
 
 
@@ -469,6 +520,11 @@ def test_a_part_of_the_cases_keeps_what_is_known_of_the_others(
     assert measured == [second.name, first.name]
     stored = read_record(tmp_path / "record.json").results
     assert [result.name for result in stored] == [first.name, second.name]
+    slow = tuple(replace(case, repeats=5) for case in reach.QUICK)
+    monkeypatch.setattr(reach, "QUICK", slow)
+    for _ in range(2):
+        assert common.main("reach", [*arguments, "", "--repeats", "3", "--resume"]) == 0
+    assert measured[2:] == [first.name, second.name]
     with pytest.raises(SystemExit):
         common.main("reach", ["--quick", "--resume"])
     assert "--resume goes on with the record of --out, got none" in capsys.readouterr().err
@@ -533,7 +589,7 @@ def test_summaries_are_means_over_seeds() -> None:
     lasts = {f"{x} {LONG}: last {n}": y for n in (128, 256) for x, y in (("bits", n), ("bytes", 100))}
     made = replace(made, counts={**made.counts, **lasts})
     found = language.summary(record.Record({}, {}, (made,)))
-    assert "at a context of 256 bytes: dense 2.000 after 50 core seconds (2.000 at equal time)" in found
+    assert "at a context of 256 bytes: dense 2.000 after 40 core seconds (2.000 at equal time)" in found
     assert found.endswith("and the last 1,024 bytes 1.280 with 128 and 2.560 with 256.\n")
 
 

@@ -197,6 +197,8 @@ def _take_over(known: Record, now: Record, wanted: Mapping[str, dict[str, Any]])
     if other := [x for x in SAME if known.machine.get(x) != now.machine.get(x)]:
         facts = ", ".join(f"{x} {known.machine.get(x)}, now {now.machine.get(x)}" for x in other)
         raise ValueError(f"a record must go on with what it was begun with, got {facts}")
+    if unknown := [x.name for x in known.results if x.name not in wanted]:
+        raise ValueError(f"a record must go on with cases of its own suite, got one of {', '.join(unknown)}")
     same = [x for x in known.results if wanted.get(x.name) == x.case and not x.why_not]
     commit, is_changed = known.project.get("commit"), known.project.get("changed")
     is_other = is_changed or commit != now.project.get("commit")
