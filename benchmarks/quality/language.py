@@ -582,12 +582,16 @@ def summary(record: Record) -> str:
 
 
 def draw(record: Record) -> str:
-    """Bits per byte over the time of training, a line each context and attention."""
+    """Bits per byte over the time of training after the first stage, a line each context and attention."""
     series = []
     for (context, attention), runs in group(record.results).items():
-        times = [accumulate(result.seconds[FIRST] + result.seconds[stage]) for stage, result in runs]
-        bits = [[each for _, each in curve(result.counts, FIRST, stage)] for stage, result in runs]
+        times = [accumulate(result.seconds[stage]) for stage, result in runs]
+        bits = [[each for _, each in curve(result.counts, stage)] for stage, result in runs]
         points = zip(*(map(mean, zip(*of, strict=True)) for of in (times, bits)), strict=True)
         series.append(Series(f"{attention}, {context:,}", tuple(points)))
-    how = {"x_label": "core seconds of training", "y_label": "bits per byte", "chart_id": "language"}
+    how = {
+        "x_label": "core seconds of training, after the first stage",
+        "y_label": "bits per byte",
+        "chart_id": "language",
+    }
     return picture(series, title="Bits per byte over the time of training", log_y=False, **how)
