@@ -148,10 +148,9 @@ def per_byte(counts: dict[str, int], name: str) -> float:
     return counts[f"bits {name}"] / counts[f"bytes {name}"]
 
 
-def curve(counts: dict[str, int], *stages: str) -> list[tuple[int, float]]:
-    """Bytes seen, from the beginning of the first stage on, and bits per byte in the given stages."""
-    starts = tuple(f"bits {name}: after " for name in stages)
-    names = [name.removeprefix("bits ") for name in counts if name.startswith(starts)]
+def curve(counts: dict[str, int], stage: str) -> list[tuple[int, float]]:
+    """Bytes seen, from the beginning of the first stage on, and bits per byte in a stage."""
+    names = [name.removeprefix("bits ") for name in counts if name.startswith(f"bits {stage}: after ")]
     return [(int(name.split()[-1]), per_byte(counts, name)) for name in names]
 
 
