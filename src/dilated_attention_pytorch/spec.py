@@ -154,7 +154,7 @@ def branches_for(
     `first` positions at rate 1, until a segment spans `max_length`. A branch scores n w / r**2 pairs a head,
     so each costs a `ratio`-th of the one before, and all of them less than ratio / (ratio - 1) times the
     first: the cost grows with the length, not with its square. With `num_heads` no branch costs more than
-    the first.
+    the first. The defaults are the best of the settings that docs/quality.md compares.
 
         >>> branches_for(32768)
         ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
