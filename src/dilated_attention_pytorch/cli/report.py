@@ -41,6 +41,8 @@ td { white-space: nowrap; }
 th { vertical-align: bottom; color: var(--faint); font-weight: 600; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 td:first-child, .long { white-space: normal; }
+table:has(th:nth-child(9)) { font-size: .8rem; }
+table:has(th:nth-child(9)) :is(th, td) { padding-right: .7rem; white-space: normal; }
 figure { margin: 1.2rem 0; }
 figure svg { display: block; width: 100%; min-width: 21rem; height: auto; }
 figcaption { color: var(--faint); font-size: .9rem; }
