@@ -19,14 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -53,6 +51,7 @@ from dilated_attention_pytorch.cli.bench.record import Figure, Record, Result, S
 from dilated_attention_pytorch.cli.report import Series
 from dilated_attention_pytorch.cli.train import TrainConfig
 from dilated_attention_pytorch.cli.train.data import mix_seed, windows_of
+from dilated_attention_pytorch.cli.train.folder import CheckpointError, newest_whole, save_checkpoint
 from dilated_attention_pytorch.cli.train.loop import Run, context_classes, make_optimiser
 from dilated_attention_pytorch.cli.train.ranks import Ranks
 from dilated_attention_pytorch.plan.dilated import plan_dilated
@@ -195,7 +194,7 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
     for stage in case.stages:
         begin, name = time.perf_counter(), stage.name
         run = start_run(case, stage, sources)
-        model = go_on(run, known.tensors)
+        model = go_on(run, first, known.average)
         seconds[name] = train(case, stage, run, model, windows, counts)
         for context in [x for x in contexts if x <= stage.context]:
             bits = bits_of(model, ends[:, -context - 1 :])
@@ -208,45 +207,43 @@ def measure(case: LanguageCase, sources: Sources) -> Measured:
 
 
 class Known(NamedTuple):
-    """A model to go on from: all that its training holds, what was counted on the way, and the time."""
+    """The average of a first stage, what was counted on the way, and the time that it took."""
 
-    tensors: dict[str, Tensor]
+    average: AveragedModel
     counts: dict[str, int]
     seconds: tuple[float, ...]
     wall: float
 
 
 def first_stage(case: LanguageCase, run: Run, windows: Tensor) -> Known:
-    """The model that all stages go on from, trained once by all cases and suites that begin alike.
+    """Trains what all stages go on from, once for all cases and suites that begin alike.
 
-    It is kept in a file that only the same code, settings, data and kind of machine know, so that its
+    It is kept in a checkpoint that only the same code, settings, data and kind of machine know, so that its
     seconds are theirs.
     """
-    file = kept_file(case, run)
-    if file and file.exists():
-        try:
-            known = Known(**torch.load(file, weights_only=True))
-            tell(f"{case.name}, {FIRST}: trained before")
-            return known
-        except (OSError, EOFError, RuntimeError, TypeError, UnpicklingError) as error:
-            tell(f"{case.name}, {FIRST}: {file} cannot be read ({error}): training anew")
+    folder, average = kept_folder(case, run), average_of(run)
+    tensors = {**run.tensors(), **{f"average {name}": x for name, x in average.state_dict().items()}}
+    kept, problems = newest_whole(folder) if folder else (None, {})
+    if kept:
+        tell(f"{case.name}, {FIRST}: trained before")
+        kept.load(tensors)
+        run.step, facts = kept.step, kept.facts
+        return Known(average, facts["counts"], tuple(facts["seconds"]), facts["wall"])
+    for problem in problems.values():
+        tell(f"{case.name}, {FIRST}: cannot be read ({problem}): training anew")
     begin, counts = time.perf_counter(), dict[str, int]()
-    model = average_of(run)
-    seconds = train(case, case.first, run, model, windows, counts)
-    found = Known(state_of(run, model), counts, seconds, time.perf_counter() - begin)
-    if file:
-        beside = file.with_suffix(f".{os.getpid()}")
+    seconds = train(case, case.first, run, average, windows, counts)
+    found = Known(average, counts, seconds, time.perf_counter() - begin)
+    if folder:
+        facts = {"counts": counts, "seconds": seconds, "wall": found.wall}
         try:
-            torch.save(found._asdict(), beside)
-            beside.replace(file)
-        except (OSError, RuntimeError) as error:  # of a full disk: nothing else is lost
+            save_checkpoint(folder, run.ranks, run.step, tensors, facts, keep=1)
+        except CheckpointError as error:  # of a full disk: nothing else is lost
             tell(f"{case.name}, {FIRST}: not kept ({error})")
-        finally:
-            beside.unlink(missing_ok=True)
     return found
 
 
-def kept_file(case: LanguageCase, run: Run) -> Path | None:
+def kept_folder(case: LanguageCase, run: Run) -> Path | None:
     """Where a first stage is kept. None are of changed code or of no packages, which are small."""
     project, machine, config = project_facts(), machine_facts(), case.first.config
     is_other = not Path(__file__).resolve().is_relative_to(PACKAGE.parents[1])  # than the commit is of
@@ -257,7 +254,7 @@ def kept_file(case: LanguageCase, run: Run) -> Path | None:
     facts += [kernel_facts(torch.device("cpu"), getattr(torch, config.dtype), config.d)]
     data = [run.train_data.digest(), run.validation_data.digest()]
     known = json.dumps([facts, data, asdict(run.config), case.layers, tests])
-    return corpus.DATA / f"first-{hashlib.sha256(known.encode()).hexdigest()[:16]}.pt"
+    return corpus.DATA / f"first-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
 
 def count_pairs(stage: Stage, seed: int) -> dict[str, int]:
@@ -306,22 +303,16 @@ def average_of(run: Run) -> AveragedModel:
     return AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
 
 
-def state_of(run: Run, average: AveragedModel) -> dict[str, Tensor]:
-    """Weights, the optimiser's averages, the step, and the average that is tested."""
-    averages = {f"{AVERAGE}{name}": tensor for name, tensor in average.state_dict().items()}
-    return {"step": torch.tensor(run.step), **run.tensors(), **averages}
-
-
-def go_on(run: Run, known: dict[str, Tensor]) -> AveragedModel:
-    """A run takes over the state of another, and so does its average."""
+def go_on(run: Run, before: Run, average: AveragedModel) -> AveragedModel:
+    """A run takes over weights, the optimiser's averages and the step of another; the average goes on too."""
+    known = before.tensors()
     for name, tensor in run.tensors().items():
         tensor.copy_(known[name])
-    run.step = int(known["step"])
     for x in run.model.parameters():
-        run.optimiser.state[x]["step"].fill_(run.step)
+        run.optimiser.state[x]["step"].fill_(before.step)
+    run.step = before.step
     model = average_of(run)
-    averages = {name: x for name, x in known.items() if name.startswith(AVERAGE)}
-    model.load_state_dict({name.removeprefix(AVERAGE): x for name, x in averages.items()})
+    model.load_state_dict(average.state_dict())
     return model
 
 
@@ -386,7 +377,6 @@ def make_case(attention: str, seed: int) -> LanguageCase:
 
 
 FIRST = "first"  # the stage that all others go on from
-AVERAGE = "average "  # before the names of its tensors
 HEADS, HEAD_DIM, FIRST_SEGMENT = 4, 16, 1024
 ATTENTIONS = ("dense", "dilated")
 # The longest first: at the end no core waits for another.

@@ -209,7 +209,7 @@ def test_a_stage_goes_on_where_the_first_has_ended() -> None:
         for _ in range(steps):
             run.take_step()
             average.update_parameters(run.model)
-    average = language.go_on(then, language.state_of(first, averages[1]))
+    average = language.go_on(then, first, averages[1])
     assert then.step == 4
     for _ in range(4):
         then.take_step()
@@ -229,7 +229,7 @@ def test_a_first_stage_is_trained_once_by_those_that_begin_alike(
     monkeypatch.setattr(language, "project_facts", lambda: project)
     monkeypatch.setattr(corpus, "DATA", tmp_path)
     run = language.start_run(case, case.first, sources)
-    assert language.kept_file(case, run) is None
+    assert language.kept_folder(case, run) is None
     case = replace(case, packages=("p==1",))
     other = replace(case, stages=(replace(case.stages[-1], name="other", config=case.first.config),))
 
@@ -250,22 +250,22 @@ def test_a_first_stage_is_trained_once_by_those_that_begin_alike(
     points, found = measure(other)
     assert points == 2
     assert found.counts.items() >= {x: n for x, n in before.counts.items() if language.FIRST in x}.items()
-    file = language.kept_file(case, run)
-    assert file is not None
+    folder = language.kept_folder(case, run)
+    assert folder is not None
     for changed in ({"seed": 1}, {"layers": 2}, {"first": replace(case.first, batch_bytes=256)}):
         changed_case = replace(case, **changed)
         changed_run = language.start_run(changed_case, changed_case.first, sources)
-        assert language.kept_file(changed_case, changed_run) not in (None, file)
+        assert language.kept_folder(changed_case, changed_run) not in (None, folder)
     with monkeypatch.context() as other:
         other.setattr(language, "kernel_facts", lambda *_: "another")
-        assert language.kept_file(case, run) not in (None, file)
+        assert language.kept_folder(case, run) not in (None, folder)
         other.setattr(run, "train_data", run.validation_data)
-        assert language.kept_file(case, run) not in (None, file)
+        assert language.kept_folder(case, run) not in (None, folder)
         other.setattr(language, "PACKAGE", tmp_path / "src" / "package")  # the benchmarks are another's
-        assert language.kept_file(case, run) is None
+        assert language.kept_folder(case, run) is None
     for facts in ({"changed": True}, {"commit": None}):
         monkeypatch.setattr(language, "project_facts", lambda facts=facts: {**project, **facts})
-        assert language.kept_file(case, run) is None
+        assert language.kept_folder(case, run) is None
 
 
 @pytest.mark.parametrize("broken", [b"", b"nonsense", None])
@@ -273,10 +273,11 @@ def test_a_kept_stage_that_cannot_be_read_or_written_is_trained_anew(
     broken: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, said = language.QUICK[0], []
-    file = tmp_path / "first.pt"
-    monkeypatch.setattr(language, "kept_file", lambda *_: file)
+    folder = tmp_path / "first"
+    monkeypatch.setattr(language, "kept_folder", lambda *_: folder)
     monkeypatch.setattr(language, "tell", said.append)
     expected = language.measure(case, corpus.open_sources(())).counts
+    (file,) = folder.iterdir()
     whole = file.read_bytes()
     for cut in [broken] if broken is not None else [whole[: len(whole) // 2], whole[:-100]]:
         file.write_bytes(cut)
@@ -287,8 +288,9 @@ def test_a_kept_stage_that_cannot_be_read_or_written_is_trained_anew(
     file.unlink()
     monkeypatch.setattr(torch, "save", _fail)
     assert language.measure(case, corpus.open_sources(())).counts == expected
-    assert sum("not kept (No space left)" in text for text in said) == 1
-    assert list(tmp_path.iterdir()) == []
+    (told,) = [text for text in said if "not kept" in text]
+    assert f"not kept (checkpoint {file} could not be written: No space left;" in told
+    assert list(folder.iterdir()) == []
 
 
 def _fail(*_: Any) -> None:
